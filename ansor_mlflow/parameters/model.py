@@ -59,7 +59,7 @@ class SignatureOptions(Options):
 
     signature: Literal["tensor", "binary"] = "tensor"
     pad: NumberByName = parameter({}, 'a JSON object of numbers, such as {"ids": 0, "mask": 0}')
-    max_library_mib: PositiveInt | None = None
+    max_library_mib: PositiveInt | None = parameter(None, under="lower.max_library_mib")
     runtimes: Literal["tvm", "tvm,onnxruntime", "tvm,onnxruntime,openvino"] = "tvm,onnxruntime"
 
 
