@@ -32,6 +32,7 @@ from ansor_mlflow.parameters import (
     PipelineOptions,
     PlanOptions,
     PromoteOptions,
+    QuantizeNetworkOptions,
     TuneOptions,
     grouped,
     listed,
@@ -42,6 +43,7 @@ from ansor_mlflow.steps.evaluation import EvaluateResult
 from ansor_mlflow.steps.evaluation import evaluate as evaluate_step
 from ansor_mlflow.steps.promotion import Promotion, Rollback, roll_back
 from ansor_mlflow.steps.promotion import promote as promote_step
+from ansor_mlflow.steps.quantizing import Quantization, quantize_network
 from ansor_mlflow.steps.tuning import TuneResult
 from ansor_mlflow.steps.tuning import tune as tune_step
 
@@ -219,6 +221,20 @@ def plan(options: PlanOptions) -> Plan:
     made = plan_tuning(options)
     write_json(options.json_file, made)
     return made
+
+
+@_of_network(QuantizeNetworkOptions)
+def quantize(options: QuantizeNetworkOptions) -> Quantization:
+    """Writes a network in 8 bits that loses no more than it may; layers that lose most stay floats. Opens no run.
+
+    Example:
+        >>> quantized = am.quantize("mlp", output="mlp.int8.onnx")  # with data= of your own, ranges are measured once
+        >>> quantized.calibration, quantized.loss < quantized.contract.max_loss
+        ('dynamic', True)
+    """
+    found = quantize_network(options)
+    write_json(options.json_file, found)
+    return found
 
 
 @_of_network(BisectOptions)

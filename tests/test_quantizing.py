@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from helpers.commands import RunCommand
 from onnx import TensorProto, helper
 
 from ansor_mlflow import api, names
@@ -173,6 +174,23 @@ def test_losses_are_what_they_say() -> None:
     assert find_loss("relative_error")(floats, others) == pytest.approx(np.sqrt(2 / 26))
     assert find_loss("disagreement")(floats, others) == 0.5
     assert find_loss("cosine")(floats, [{"y": others[0]["y"] * np.nan}, others[1]]) == np.inf
+
+
+def test_the_command_writes_a_file(
+    network_file: Path,
+    data: str,
+    tmp_path: Path,
+    run_here: RunCommand,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_here("quantize", str(network_file), "--data", data, "--output", "small.onnx") == 0
+    assert "4 of 4 layers" in capsys.readouterr().out
+    assert num_quantized(load_network("small.onnx")) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["small.onnx"]
+    assert run_here("quantize", str(network_file), "--data", data, "--output", "missing/small.onnx") == 2
+    assert "there is no directory missing" in capsys.readouterr().err
 
 
 @pytest.mark.system

@@ -153,6 +153,17 @@ def bisect(options: parameters.BisectOptions) -> None:
     bisection.require_equal()
 
 
+@command(cli, "quantize")
+def quantize(options: parameters.QuantizeNetworkOptions) -> None:
+    """Quantise a float network to 8 bits so that it loses no more than it may, into an ONNX file.
+
+    No run is started; tune, compile and main do the same with --quantize int8.
+    """
+    from ansor_mlflow.steps.quantizing import quantize_network
+
+    report(quantize_network(options), options.json_file)
+
+
 @command(cli, "explain")
 def explain(options: parameters.ExplainOptions) -> None:
     """Show what a tuned task computes, its schedule, and how far it is from what this host can do.

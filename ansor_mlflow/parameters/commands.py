@@ -10,6 +10,7 @@ from ansor_mlflow.parameters.tuning import (
     DATA_RULE,
     NETWORK_RULE,
     BudgetOptions,
+    GraphOptions,
     LinkOptions,
     MeasureTimeout,
     NetworkOptions,
@@ -103,6 +104,20 @@ class BisectOptions(ReportOptions, NetworkOptions):
     tolerance: Tolerance = "auto"
     data: str = parameter("", DATA_RULE)
     output: NonEmpty = parameter("wrong", DIRECTORY_RULE)
+
+
+class QuantizeNetworkOptions(ReportOptions, QuantizeOptions, GraphOptions):
+    """The command `quantize`: which network becomes which file.
+
+    Attributes:
+        network: Network: an ONNX file, or anything else that `tune` takes.
+        quantize: Type that convolutions and dense layers are quantised to.
+        output: ONNX file that is written.
+    """
+
+    network: Annotated[str, parameter(rule=NETWORK_RULE, metavar="NETWORK", min_length=1)]
+    quantize: Literal["int8"] = "int8"
+    output: NonEmpty = parameter("quantized.onnx", "the path of an ONNX file")
 
 
 class DoctorOptions(ServersOptions, ReportOptions):

@@ -79,8 +79,8 @@ class SeedOptions(Options):
     )
 
 
-class NetworkOptions(SeedOptions):
-    """What is compiled, and for which device.
+class GraphOptions(SeedOptions):
+    """Which network, and with which inputs.
 
     Attributes:
         network: Network: a built-in name such as resnet-50, an operator with its sizes such as dense:1,512,512, an ONNX
@@ -91,14 +91,6 @@ class NetworkOptions(SeedOptions):
         input_values: Values that inputs are fixed to, as JSON: {"sr": 16000}. They are no inputs of the tuned model any
             more.
         batch_size: Batch size of a built-in network, and of a file whose batch is dynamic; 1 leaves others as they are.
-        layout: Layout of convolutions: channels last or first; auto is last.
-        dtype: Type that float32 values are computed in; inputs and outputs keep theirs.
-        pad_channels: Number that the output channels of convolutions, dense layers and products are padded to a
-            multiple of; auto pads where it pays.
-        partition: Whether what TVM cannot compute stays with ONNX Runtime (auto), or is an error (off).
-        algorithm: How convolutions with stride 1 are computed: as they are defined (direct), by Winograd's algorithm,
-            or as measurements say is faster (auto).
-        num_threads: Threads of a kernel; auto is every CPU this process may use.
     """
 
     network: str = parameter("resnet-18", NETWORK_RULE, min_length=1)
@@ -110,6 +102,22 @@ class NetworkOptions(SeedOptions):
         {}, 'a JSON object of numbers or lists of them, such as {"sr": 16000}, of at most 6000 characters'
     )
     batch_size: PositiveInt = 1
+
+
+class NetworkOptions(GraphOptions):
+    """How it is compiled, and for which device.
+
+    Attributes:
+        layout: Layout of convolutions: channels last or first; auto is last.
+        dtype: Type that float32 values are computed in; inputs and outputs keep theirs.
+        pad_channels: Number that the output channels of convolutions, dense layers and products are padded to a
+            multiple of; auto pads where it pays.
+        partition: Whether what TVM cannot compute stays with ONNX Runtime (auto), or is an error (off).
+        algorithm: How convolutions with stride 1 are computed: as they are defined (direct), by Winograd's algorithm,
+            or as measurements say is faster (auto).
+        num_threads: Threads of a kernel; auto is every CPU this process may use.
+    """
+
     layout: Layout = parameter("auto", under="lower.layout")
     dtype: Dtype = "float32"
     pad_channels: PositiveInt | Literal["auto", "off"] = parameter("auto", under="lower.pad_channels")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,13 +21,14 @@ import onnx
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, one_line
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.foreign import Report, Reported, Table, figure
 from ansor_mlflow.graphs import flops_of_nodes
 from ansor_mlflow.measuring import Loss, choose_examples, find_loss, reference_inference
 from ansor_mlflow.networks import Network, read_network, write_onnx
-from ansor_mlflow.parameters import QuantizeOptions
+from ansor_mlflow.parameters import QuantizeNetworkOptions, QuantizeOptions
 from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import Arrays, all_sizes
-from ansor_mlflow.tracking import StepRun, draw_losses, save_figure
+from ansor_mlflow.tracking import StepRun, draw_losses, network_of, save_figure
 
 if TYPE_CHECKING:
     from onnxruntime.quantization import CalibrationMethod
@@ -66,6 +68,10 @@ class LayerLoss:
     """What is lost where it alone is quantised; None where that did not matter, or there was no time to see."""
     is_quantized: bool = True
 
+    @property
+    def type_name(self) -> str:
+        return "int8" if self.is_quantized else "float32"
+
 
 @dataclass(frozen=True)
 class QuantizedCandidate:
@@ -79,7 +85,7 @@ class QuantizedCandidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantization:
+class Quantization(Reported):
     """How a network was quantised, and what it lost."""
 
     contract: Contract
@@ -99,6 +105,12 @@ class Quantization:
         """What a model keeps of it."""
         kept = ("loss", "share", "calibration", "num_calibrated", "num_judged", "float_sha256")
         return {**{name: getattr(self, name) for name in kept}, "contract": asdict(self.contract)}
+
+    def report(self) -> Report:
+        rows = [
+            [layer.name, f"{layer.share:.1%}", figure(layer.loss, "{:.3g}"), layer.type_name] for layer in self.layers
+        ]
+        return Report(self.summary, [Table(rows, ["layer", ">share", f">{self.contract.loss} alone", "type"])])
 
     @property
     def summary(self) -> str:
@@ -158,15 +170,28 @@ def quantized(network: Network, options: QuantizeOptions) -> tuple[Network, Quan
         return made, replace(found, float_sha256=network.sha256)
 
 
+def quantize_network(options: QuantizeNetworkOptions) -> Quantization:
+    """Quantises a network into a file, which is written as a whole or not at all."""
+    output = Path(options.output)
+    if not output.parent.is_dir():
+        raise UserInputError(f"output={output}: there is no directory {output.parent}; make it first")
+    made, found = quantized(network_of(options), options)
+    assert found is not None
+    with tempfile.TemporaryDirectory(prefix=".quantizing-", dir=output.parent) as scratch:
+        for path in reversed(write_onnx(made.model, Path(scratch, output.name))):  # weights first, where they are many
+            path.replace(output.with_name(path.name))
+    return found
+
+
 def log_quantization(run: StepRun, found: Quantization) -> None:
     """Logs what was lost, by layers and candidates, as figures and as a picture."""
     run.log_json(found, names.QUANTIZATION_FILE)
     run.log_metrics({names.QUANTIZATION_LOSS: found.loss, names.QUANTIZED_SHARE: found.share})
     points = [(each.share, each.loss, each.calibration) for each in found.candidates]
     title = f"{found.contract.loss} of quantised networks"
-    figure = draw_losses(title, points, (found.share, found.loss), found.contract.max_loss)
+    chart = draw_losses(title, points, (found.share, found.loss), found.contract.max_loss)
     path = run.directory / names.QUANTIZATION_CHART
-    save_figure(figure, path)
+    save_figure(chart, path)
     run.log_artifacts(path)
 
 

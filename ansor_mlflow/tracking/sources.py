@@ -23,7 +23,7 @@ from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, 
 from ansor_mlflow.files import path_below, scratch_directory
 from ansor_mlflow.foreign import read_yaml, without_credentials
 from ansor_mlflow.model import verified_manifest
-from ansor_mlflow.parameters import NetworkOptions, is_uri
+from ansor_mlflow.parameters import GraphOptions, is_uri
 from ansor_mlflow.tracking.environment import translated_errors
 
 _REGISTERED = re.compile(r"models:/(?P<name>[^/@]+)(/(?P<version>\d+|latest)|@(?P<alias>[^/@]+))(?P<path>(/[^/]+)*)")
@@ -31,7 +31,7 @@ _ONNX_FLAVOR, _PYTORCH_FLAVOR = "onnx", "pytorch"
 _log = logging.getLogger("ansor_mlflow")
 
 
-def network_of(options: NetworkOptions, copy: str = "") -> networks.Network:
+def network_of(options: GraphOptions, copy: str = "") -> networks.Network:
     """The network that options name, called as users know it; or what is at the URI of a copy of it, which has these
     values already, and these shapes but for several sizes.
     """
