@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import click
 import mlflow
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +27,7 @@ from ansor_mlflow.lowering import TuningTask, lower
 from ansor_mlflow.networks import load_network
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches import find_programs
+from ansor_mlflow.tensors import random_inputs
 from ansor_mlflow.tuning import Outcome, measure_roofline
 from ansor_mlflow.workers import Builder, LocalBuilder, RunJob
 from ansor_mlflow.workers.measure import MeasureSettings, arg_info
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 _SEED = 0
 _TURNS = 5
+_NUM_INPUTS = 8
+"""Inputs to quantise with."""
 _MIN_FLOPS = 1e6
 """Operations of a task whose share of the peak is shown."""
 
@@ -70,18 +74,32 @@ class Kernel:
 @click.option("--networks", default="resnet-18,resnet-50", help="Networks, with commas between them.")
 @click.option("--trials-per-task", default=8, help="Trials of each task.")
 @click.option("--space", default="sketches", help="Where they are searched; see the parameter of tune.")
+@click.option("--dtype", type=click.Choice(["float32", "int8"]), default="float32", help="Quantised first with int8.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
-def main(networks: str, trials_per_task: int, space: Space, json_file: Path | None) -> None:
+def main(networks: str, trials_per_task: int, space: Space, dtype: str, json_file: Path | None) -> None:
     """Tune each network a little, and show what share of the peak its kernels reach."""
     device = Device.resolve("auto", "auto")
-    peak = measure_roofline(device).peak_flops_per_s / 1e9
+    roofline = measure_roofline(device)
+    peak = (roofline.peak_of_bytes_per_s if dtype == "int8" else None) or roofline.peak_flops_per_s
+    peak /= 1e9
     found: dict[str, object] = {"peak_gflops": peak}
     for network in networks.split(","):
-        kernels = _kernels(network, trials_per_task, space, device)
+        with tempfile.TemporaryDirectory() as directory:
+            file = _quantized(network, Path(directory)) if dtype == "int8" else network
+            kernels = _kernels(file, trials_per_task, space, device)
         Console().print(_table(network, kernels, peak))
         found[network] = {"kernels": [asdict(kernel) for kernel in kernels], **_together(kernels, peak)}
         if json_file is not None:
             json_file.write_text(json.dumps(found, indent=1))
+
+
+def _quantized(network: str, directory: Path) -> str:
+    """The network in 8 bits, whatever it loses, as its random weights are no evidence of that."""
+    data, output = directory / "data.npz", directory / f"{network}.onnx"
+    inputs = random_inputs(load_network(network, batch_size=_NUM_INPUTS).inputs, _SEED)
+    np.savez(data, allow_pickle=False, **inputs)
+    ansor_mlflow.quantize(network=network, data=str(data), output=str(output), quantize_max_loss=1e9)
+    return str(output)
 
 
 def _kernels(network: str, trials_per_task: int, space: Space, device: Device) -> list[Kernel]:
@@ -104,8 +122,8 @@ def _tune(network: str, trials: int, trials_per_task: int, space: Space, directo
     from tvm.s_tir.meta_schedule.database import JSONDatabase
 
     mlflow.set_tracking_uri(f"sqlite:///{directory}/mlflow.db")
-    mlflow.create_experiment(network, artifact_location=Path(directory, "artifacts").as_uri())
-    mlflow.set_experiment(network)
+    mlflow.create_experiment(Path(network).stem, artifact_location=Path(directory, "artifacts").as_uri())
+    mlflow.set_experiment(Path(network).stem)
     tuned = ansor_mlflow.tune(
         network,
         trials=trials,

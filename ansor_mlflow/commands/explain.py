@@ -20,6 +20,7 @@ from ansor_mlflow.measuring import KernelTimes
 from ansor_mlflow.model import PartEntry, part_entries
 from ansor_mlflow.parameters import ExplainOptions
 from ansor_mlflow.records import find_records
+from ansor_mlflow.sketches import adds_bytes
 from ansor_mlflow.steps.fetching import options_of_source
 from ansor_mlflow.steps.recorded import (
     NetworkTasks,
@@ -78,6 +79,8 @@ class Explanation(Reported):
     scheduled: str
     roofline: Roofline | None
     bound: Bound | None
+    adds_bytes: bool = False
+    """Whether its sums are of products of 8 bits."""
     evaluated: str = ""
     """ID of the last evaluation of a model with these records that timed its kernels; empty where there is none."""
     kernels: KernelTimes | None = None
@@ -132,7 +135,7 @@ class Explanation(Reported):
         else:
             at_roof += ": its arguments stay in the caches, or the host was busy while the roofs were measured"
         return [
-            ("peak", f"{roofline.peak_flops_per_s / 1e9:.1f} GFLOP/s of float32 multiply-adds"),
+            ("peak", roofline.peak_text(of_bytes=self.adds_bytes)),
             ("memory", f"{roofline.bandwidth_bytes_per_s / 1e9:.1f} GB/s of a copy"),
             ("attainable", f"{self.task.flops / bound.shortest_s / 1e9:.1f} GFLOP/s, limited by {bound.limit}"),
             ("reached", f"{bound.shortest_s / self.best_s:.0%}"),
@@ -255,5 +258,6 @@ def _explain(
         schedule=tuple(str(statement) for statement in record.trace.as_python()),
         scheduled=str(schedule.mod.script()),
         roofline=roofline,
-        bound=roofline.bound(task.info.flops, num_bytes) if roofline else None,
+        bound=roofline.bound(task.info.flops, num_bytes, of_bytes=adds_bytes(task.mod)) if roofline else None,
+        adds_bytes=adds_bytes(task.mod),
     )

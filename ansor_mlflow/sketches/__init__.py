@@ -3,6 +3,7 @@
 from ansor_mlflow.sketches.contraction import (
     MAX_EPILOGUE,
     Contraction,
+    adds_bytes,
     find_contraction,
     has_sums,
     is_made_of_blocks,

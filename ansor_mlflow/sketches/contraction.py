@@ -180,6 +180,12 @@ def find_contraction(mod: IRModule, name: str = "") -> Contraction | None:
     )
 
 
+def adds_bytes(mod: IRModule) -> bool:
+    """Whether a task's function adds products of unsigned and signed 8 bits."""
+    found = find_contraction(mod)
+    return found is not None and {operand.dtype for operand in found.operands} == {"uint8", "int8"}
+
+
 def _names_feeding(sch: Schedule, block: SBlockRV) -> set[str]:
     """The blocks that a block is computed of."""
     producers = list(sch.get_producers(block))

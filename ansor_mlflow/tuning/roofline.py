@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ansor_mlflow.device import Device, set_num_threads, vector_lanes
+from ansor_mlflow.codegen import DOT_PRODUCTS, MATRIX_TILES, TILE_ROWS, pass_config, tir_pipeline
+from ansor_mlflow.device import Device, has_dot_products, has_matrix_tiles, set_num_threads, vector_lanes
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.processes import WorkerPool, in_child_process
 
@@ -59,6 +60,30 @@ def main(
             for lane in T.vectorized({lanes}):
                 chains[thread, i, lane] = chain[i, lane]
 """
+_BYTES_PROGRAM = """
+@T.prim_func(s_tir=True)
+def main(
+    data: T.Buffer(({rows}, 64), "uint8"),
+    weights: T.Buffer((16, 2, {lanes}, 4), "int8"),
+    sums: T.Buffer(({num_threads}, {rows}, {lanes} * 2), "int32"),
+):
+    T.func_attr({{"global_symbol": "main", "tirx.noalias": True}})
+    for thread in T.parallel({num_threads}):
+        partial = T.alloc_buffer(({rows}, {lanes} * 2), "int32", scope="local")
+        for i, j in T.grid({rows}, {lanes} * 2):
+            partial[i, j] = 0
+        for step in T.serial({num_steps}{of_steps}):
+            for k in T.{packs}(16):
+                for i in T.{inner}({rows}):
+                    for vector in T.{inner}(2):
+                        for lane in T.serial({lanes}{of_lanes}):
+                            for byte in T.serial(4):
+                                partial[i, vector * {lanes} + lane] = partial[i, vector * {lanes} + lane] + T.Cast(
+                                    "int32", data[i, k * 4 + byte]
+                                ) * T.Cast("int32", weights[k, vector, lane, byte])
+        for i, j in T.grid({rows}, {lanes} * 2):
+            sums[thread, i, j] = partial[i, j]
+"""
 _COPY_PROGRAM = """
 @T.prim_func(s_tir=True)
 def main(
@@ -90,9 +115,21 @@ class Roofline:
     """Peak of float32 multiply-adds, each of them two FLOPs."""
     bandwidth_bytes_per_s: float
     """Bandwidth of a copy: bytes read plus bytes written."""
+    peak_of_bytes_per_s: float | None = None
+    """Peak of products of 8 bits that are added up, each of them two operations; None of a CPU that has no instruction
+    for them.
+    """
 
-    def bound(self, flops: float, num_bytes: float) -> Bound:
-        arithmetic_s, memory_s = flops / self.peak_flops_per_s, num_bytes / self.bandwidth_bytes_per_s
+    def peak_text(self, *, of_bytes: bool) -> str:
+        """The peak that a kernel has."""
+        if of_bytes and self.peak_of_bytes_per_s:
+            return f"{self.peak_of_bytes_per_s / 1e9:.0f} Gop/s of products of 8 bits"
+        return f"{self.peak_flops_per_s / 1e9:.1f} GFLOP/s of float32 multiply-adds"
+
+    def bound(self, flops: float, num_bytes: float, *, of_bytes: bool = False) -> Bound:
+        """The least time of a kernel; `of_bytes` tells whether it adds products of 8 bits."""
+        peak = self.peak_of_bytes_per_s if of_bytes and self.peak_of_bytes_per_s else self.peak_flops_per_s
+        arithmetic_s, memory_s = flops / peak, num_bytes / self.bandwidth_bytes_per_s
         if arithmetic_s > memory_s:
             return Bound(shortest_s=arithmetic_s, limit="arithmetic")
         return Bound(shortest_s=memory_s, limit="memory")
@@ -102,10 +139,10 @@ def measure_roofline(device: Device) -> Roofline:
     """Measures peak and bandwidth in a process of its own, on the CPUs on which candidates are measured, too.
 
     The peak is that of float32 multiply-adds on registers, in independent chains, with the vectors that LLVM uses for
-    the target; other types and matrix units have others, and a short burst may run at a clock that a longer computation
-    does not hold. The bandwidth is that of copying an array four times as large as the last-level cache. Most CPUs read
-    a line of the copy before they write it; these bytes are not counted, so that a kernel that mostly reads can move
-    more. The fastest of many repetitions counts: what disturbs only slows down.
+    the target, and that of products of 8 bits with their instruction, or in AMX's tiles; a short burst may run at a
+    clock that a longer computation does not hold. The bandwidth is that of copying an array four times as large as the
+    last-level cache. Most CPUs read a line of the copy before they write it; these bytes are not counted, so that a
+    kernel that mostly reads can move more. The fastest of many repetitions counts: what disturbs only slows down.
     """
     return in_child_process(_measure, (device, _NUM_PEAK_REPEATS, _MAX_COPY_BYTES))
 
@@ -137,6 +174,7 @@ def _measure(work: tuple[Device, int, int]) -> Roofline:
     return Roofline(
         peak_flops_per_s=_peak_flops_per_s(device.target, device.num_threads, num_peak_repeats),
         bandwidth_bytes_per_s=_bandwidth_bytes_per_s(device.target, device.num_threads, max_copy_bytes),
+        peak_of_bytes_per_s=_peak_of_bytes_per_s(device.target, device.num_threads, num_peak_repeats),
     )
 
 
@@ -152,6 +190,37 @@ def _peak_flops_per_s(target: Target, num_threads: int, num_repeats: int) -> flo
     flops = 2.0 * num_threads * _NUM_CHAINS * lanes * _NUM_STEPS
     library = tvm.compile(tvm.script.from_source(_PEAK_PROGRAM.format(**sizes)), target).jit()
     return flops / _fastest_s(library, num_repeats, factors, chains)
+
+
+def _peak_of_bytes_per_s(target: Target, num_threads: int, num_repeats: int) -> float | None:
+    import numpy as np
+    import tvm
+
+    if not has_dot_products(target):
+        return None
+    has_tiles, lanes = has_matrix_tiles(target), vector_lanes(target)
+    annotation = f', annotations={{"{MATRIX_TILES if has_tiles else DOT_PRODUCTS}": 1}}'
+    sizes: dict[str, Any] = {
+        "rows": 2 * TILE_ROWS if has_tiles else _NUM_CHAINS * lanes // 16,
+        "lanes": lanes,
+        "num_threads": num_threads,
+        "num_steps": _NUM_STEPS // 16,
+        "of_steps": annotation if has_tiles else "",
+        "of_lanes": "" if has_tiles else annotation,
+        "packs": "serial",
+        "inner": "serial" if has_tiles else "unroll",
+    }
+    program = tvm.script.from_source(_BYTES_PROGRAM.format(**sizes))
+    with tvm.transform.PassContext(config=pass_config(target)):
+        library = tvm.compile(program, target, tir_pipeline=tir_pipeline(target)).jit()
+    shapes = (
+        ((sizes["rows"], 64), "uint8"),
+        ((16, 2, lanes, 4), "int8"),
+        ((num_threads, sizes["rows"], 2 * lanes), "int32"),
+    )
+    arguments = [tvm.runtime.tensor(np.ones(shape, dtype)) for shape, dtype in shapes]
+    operations: float = 2.0 * num_threads * sizes["num_steps"] * 64 * sizes["rows"] * 2 * lanes
+    return operations / _fastest_s(library, max(1, num_repeats // 20), *arguments)
 
 
 def _bandwidth_bytes_per_s(target: Target, num_threads: int, max_copy_bytes: int) -> float:
