@@ -32,6 +32,7 @@ _SYMMETRIC = {"relax.add", "relax.maximum", "relax.minimum", "relax.multiply"}
 _ORDERED = {"relax.divide", "relax.power", "relax.subtract"}
 _MIN_RANK = 4
 """Rank of the data of a convolution over two axes, for which there are layouts."""
+_ARITHMETIC = {"relax.add", "relax.multiply", "relax.subtract", "relax.maximum", "relax.minimum", "relax.nn.relu"}
 _QUANTIZED = {"int8", "int16", "int32", "uint8", "uint16"}
 
 
@@ -51,7 +52,7 @@ def _expand(mutator: Any, call: relax.Call) -> relax.Expr:  # noqa: PLR0911
         case "relax.dequantize" if _dtype(call.args[0]) in _QUANTIZED:
             return _dequantized(call)
         case "relax.quantize" if call.attrs.out_dtype in _QUANTIZED:
-            return _quantized(call)
+            return _quantized(call, is_computed=op_name(bound(mutator, call.args[0])) in _ARITHMETIC)
         case name if name in _VARIADIC:
             return _pairwise(mutator, call)
     return call
@@ -89,16 +90,32 @@ def _bounded(mutator: Any, call: relax.Call) -> relax.Expr:
     return limit(data, *bounds or [relax.const(_number(mutator.mod[callee]), _dtype(data))])
 
 
-def _quantized(call: relax.Call) -> relax.Expr:
-    """saturate(round(x / scale) + zero point), ties to even, as ONNX's QuantizeLinear."""
+def _quantized(call: relax.Call, *, is_computed: bool) -> relax.Expr:
+    """saturate(round(x / scale) + zero point), ties to even, as ONNX's QuantizeLinear.
+
+    What was computed is multiplied by 1 / scale, as runtimes do with sums of products of 8 bits: a division takes 16
+    times as long, and what is half-way between two steps then is so by chance. An image may be by design.
+    """
+    known_scale, known_zero = (_value_of(parameter) for parameter in call.args[1:3])
+    if is_computed and known_scale is not None:
+        call = relax.Call(call.op, [call.args[0], relax.const(1 / known_scale), call.args[2]], call.attrs)
     data, scale, zero_point = _operands(call)
     dtype, quantized = _dtype(call.args[1]), str(call.attrs.out_dtype)
     if _dtype(data) != dtype:
         data = relax.op.astype(data, dtype)
-    steps = relax.op.round(relax.op.divide(data, scale))
-    shifted = relax.op.add(steps, relax.op.astype(zero_point, dtype))
+    if known_scale is None or (known_scale != 1).any():
+        divide = relax.op.multiply if is_computed and known_scale is not None else relax.op.divide
+        data = divide(data, scale)
+    shifted = relax.op.round(data)
+    if known_zero is None or known_zero.any():
+        shifted = relax.op.add(shifted, relax.op.astype(zero_point, dtype))
     limits = np.iinfo(quantized)
     return relax.op.astype(_clipped(shifted, limits.min, limits.max, dtype), quantized)
+
+
+def _value_of(parameter: relax.Expr) -> np.ndarray[Any, Any] | None:
+    """What a constant is; None of others."""
+    return parameter.value.numpy() if isinstance(parameter, GenericConst) else None
 
 
 def _dequantized(call: relax.Call) -> relax.Expr:

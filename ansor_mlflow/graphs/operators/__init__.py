@@ -56,7 +56,7 @@ def keep_bytes(model: onnx.ModelProto) -> onnx.ModelProto:
 
     To be called before constants are folded, which makes floats of weights of 8 bits.
     """
-    return rewrite(rewrite(model, quantized.PRODUCTS), quantized.STEPS)
+    return rewrite(rewrite(rewrite(model, quantized.PRODUCTS), quantized.STEPS), quantized.REQUANTIZED)
 
 
 def write_out_loops(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -28,6 +28,9 @@ _INTEGERS = (np.uint8, np.int8, np.uint16, np.int16)
 PACK = 4
 """Products that the instruction adds to a sum."""
 _CONV_RANKS = (3, 4, 5)
+_ARITHMETIC = ("Add", "Clip", "Conv", "Gemm", "MatMul", "Mul", "Relu", "Sub")
+_SCALED = ("Add", "Mul", "Relu")
+"""What a factor goes through."""
 _SIGN = 128
 """What makes an unsigned byte of a signed one."""
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
@@ -272,6 +275,92 @@ def _convolution_of_steps(node: onnx.NodeProto, graph: GraphEditor) -> None:
         graph.emit("Add", product, graph.reshape(bias, by_channel), output=node.output[0])
 
 
+def _requantize(node: onnx.NodeProto, graph: GraphEditor) -> None:
+    """A QuantizeLinear behind sums of bytes, whose scale goes into theirs: round(sums · scales + biases), saturated.
+
+    A maximum over a window of what has the same steps is one of bytes.
+    """
+    scale, zero_point = _steps(node, graph)
+    kind, name = helper.tensor_dtype_to_np_dtype(graph.dtype(node.output[0])), node.input[0]
+    pool = graph.producer(name)
+    if pool is not None and pool.op_type == "MaxPool" and len(pool.output) == 1 and len(graph.consumers(name)) == 1:
+        data = _dequantized(pool.input[0], graph)
+        if _steps(data, graph) != (scale, zero_point) or graph.dtype(data.input[0]) != graph.dtype(node.output[0]):
+            raise Unchanged
+        graph.emit("MaxPool", data.input[0], output=node.output[0], **attributes_of(pool))
+        return
+    if kind not in (np.uint8, np.int8) or not graph.shape(name) or not _has_sums_of_bytes(name, graph):
+        raise Unchanged
+    one, zero = graph.constant(1, np.float32), graph.constant(0, kind)
+    graph.emit("QuantizeLinear", _scaled(name, 1 / scale, zero_point, graph), one, zero, output=node.output[0])
+
+
+def _has_sums_of_bytes(name: str, graph: GraphEditor) -> bool:
+    """Whether a tensor is computed of products of bytes by what a scale goes through."""
+    node = graph.producer(name)
+    if node is None or len(graph.consumers(name)) != 1:
+        return False
+    if node.op_type == "Cast":
+        total = graph.producer(node.input[0])
+        total = graph.producer(total.input[0]) if total is not None and total.op_type == "Sub" else total
+        return _is_integer_product(total)
+    are_bytes = node.op_type == "Add" and all(_is_dequantized(term, graph) for term in node.input)
+    return are_bytes or (node.op_type in _SCALED and any(_has_sums_of_bytes(term, graph) for term in node.input))
+
+
+def _is_dequantized(name: str, graph: GraphEditor) -> bool:
+    node = graph.producer(name)
+    return node is not None and node.op_type == "DequantizeLinear" and graph.is_constant(node.input[1])
+
+
+def _scaled(name: str, factor: float, shift: float, graph: GraphEditor) -> str:
+    """Puts in a tensor times a factor, with something added; both go into the constants that it is made of."""
+    node = graph.producer(name)
+    if node is not None and len(graph.consumers(name)) == 1:
+        terms = list(node.input)
+        constants = [place for place, term in enumerate(terms) if graph.is_constant(term)]
+        if node.op_type == "DequantizeLinear":
+            step, zero_point = _steps(node, graph)
+            levels = _levels(node, step, zero_point, graph)
+            return _plus(_times(levels, step * factor, graph), shift - zero_point * step * factor, graph)
+        if node.op_type == "Relu":
+            return _plus(graph.emit("Relu", _scaled(terms[0], factor, 0.0, graph)), shift, graph)
+        if node.op_type == "Mul" and len(constants) == 1:
+            values = graph.value(terms[constants[0]]).astype(np.float64) * factor
+            product = graph.emit("Mul", terms[1 - constants[0]], graph.constant(values, np.float32))
+            return _plus(product, shift, graph)
+        if node.op_type == "Add" and len(constants) == 1:
+            values = graph.value(terms[constants[0]]).astype(np.float64) * factor + shift
+            return graph.emit(
+                "Add", _scaled(terms[1 - constants[0]], factor, 0.0, graph), graph.constant(values, np.float32)
+            )
+        if node.op_type == "Add" and not constants:
+            return graph.emit("Add", _scaled(terms[0], factor, 0.0, graph), _scaled(terms[1], factor, shift, graph))
+    return _plus(_times(name, factor, graph), shift, graph)
+
+
+def _levels(dequantize: onnx.NodeProto, step: float, zero_point: int, graph: GraphEditor) -> str:
+    """Puts in what a DequantizeLinear takes as floats: of sums of bytes that nothing else takes, without the bytes."""
+    name = dequantize.input[0]
+    quantize = graph.producer(name)
+    if quantize is None or quantize.op_type != "QuantizeLinear" or len(graph.consumers(name)) != 1:
+        return graph.emit("Cast", name, to=TensorProto.FLOAT)
+    if _steps(quantize, graph) != (step, zero_point) or not _has_sums_of_bytes(quantize.input[0], graph):
+        return graph.emit("Cast", name, to=TensorProto.FLOAT)
+    limits = np.iinfo(helper.tensor_dtype_to_np_dtype(graph.dtype(name)))
+    least, most = (graph.constant(limit, np.float32) for limit in (limits.min, limits.max))
+    return graph.emit("Clip", graph.emit("Round", _scaled(quantize.input[0], 1 / step, zero_point, graph)), least, most)
+
+
+def _times(name: str, factor: float, graph: GraphEditor) -> str:
+    # A scalar would be part of the function, of which there would be one for each layer.
+    return graph.emit("Mul", name, graph.constant([factor], np.float32))
+
+
+def _plus(name: str, shift: float, graph: GraphEditor) -> str:
+    return graph.emit("Add", name, graph.constant([shift], np.float32)) if shift else name
+
+
 def _signed_weight(weight: onnx.NodeProto, graph: GraphEditor) -> _Array:
     """The signed bytes without a zero point that a DequantizeLinear takes."""
     values = graph.value(weight.input[0])
@@ -378,7 +467,12 @@ def _dequantize(node: onnx.NodeProto, graph: GraphEditor) -> None:
     one_element = [1] if graph.shape(quantize.input[0]) else []
     limits, step = np.iinfo(kind), graph.constant(np.full(one_element, scale), np.float32)
     least, most = (graph.constant(limit - zero_point, np.float32) for limit in (limits.min, limits.max))
-    steps = graph.emit("Round", graph.emit("Div", quantize.input[0], step))
+    source = graph.producer(quantize.input[0])
+    if source is not None and source.op_type in _ARITHMETIC:  # see `lowering.elementwise`
+        steps = graph.emit("Mul", quantize.input[0], graph.constant(np.full(one_element, 1 / scale), np.float32))
+    else:
+        steps = graph.emit("Div", quantize.input[0], step)
+    steps = graph.emit("Round", steps)
     graph.emit("Mul", graph.emit("Clip", steps, least, most), step, output=node.output[0])
 
 
@@ -422,6 +516,8 @@ STEPS: Rewritings = {
     **dict.fromkeys((("", "Gemm"), ("", "MatMul")), _product_of_steps),
 }
 """For such CPUs, too."""
+REQUANTIZED: Rewritings = {("", "QuantizeLinear"): _requantize}
+"""For what these put in."""
 PRODUCTS: Rewritings = {
     key: REWRITINGS[key]
     for key in (("", "QLinearConv"), ("", "QLinearMatMul"), (_MICROSOFT, "QGemm"), (_MICROSOFT, "QLinearConv"))
