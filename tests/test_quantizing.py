@@ -99,7 +99,7 @@ def test_layers_that_lose_most_stay_floats(network: Network, data: str) -> None:
 
 
 def test_the_loss_is_that_of_onnxruntime(network: Network, data: str) -> None:
-    """As said in the run, on the rows that judge: the first fifth."""
+    """The first fifth of the rows judges."""
     made, found = quantize(network, data=data, quantize_loss="relative_error", quantize_max_loss=1.0)
     rows = np.load(data)["data"][:4]
     outputs = []

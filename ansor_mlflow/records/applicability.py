@@ -120,7 +120,7 @@ class Provenance:
     input_values: dict[str, Any] = field(default_factory=dict)
     """Values that inputs were fixed to; runs of earlier versions have none."""
     quantization: dict[str, Any] = field(default_factory=dict)
-    """Of a network that was quantised first: what it may lose and does, and the digest of the float network."""
+    """What a network that was quantised first may lose, what it does, and the digest of the float network."""
     fallback: dict[int, dict[str, str]] = field(default_factory=dict)
     """Why nodes stay with ONNX Runtime that end TVM's compiler: see `settings.FallbackReasons`."""
     estimated_latency_ms: float | None = None
