@@ -177,6 +177,16 @@ def test_quantization_is_part_of_the_function_before_it(
     assert sum("transpose" in name for name in names) == 2
 
 
+def test_nothing_but_the_input_is_divided_by_a_scale(float_network: Network, tmp_path: Path) -> None:
+    """Scales and zero points are in the constants of sums of bytes; a maximum over windows is one of bytes."""
+    network = quantized(float_network, tmp_path, "uint8", per_channel=True)
+    tasks = lower(network.model, resolve_target("llvm -mcpu=znver4", 2), LoweringSettings(pad_channels="off")).tasks
+    divided = [task.info.name for task in tasks if "divide" in task.info.name and "conv2d" in task.info.name]
+    (pool,) = (task.mod["main"] for task in tasks if "max_pool" in task.info.name)
+    assert divided == []
+    assert {str(param.ty.dtype) for param in pool.params} == {"uint8"}
+
+
 @pytest.mark.parametrize("cpu", ["haswell", "znver4"])
 def test_layers_that_differ_in_their_scales_are_one_task(cpu: str) -> None:
     builder = GraphBuilder(seed=0)
