@@ -7,6 +7,7 @@ from ansor_mlflow.device.cpu import (
     has_arithmetic,
     has_dot_products,
     has_matrix_tiles,
+    host_attributes,
     missing_instructions,
     vector_lanes,
 )

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ansor_mlflow.device import DeviceFingerprint, available_cpus, fingerprint, measuring_cpus
+from ansor_mlflow.device import DeviceFingerprint, available_cpus, fingerprint, host_attributes, measuring_cpus
 from ansor_mlflow.errors import MachineError, one_line
 from ansor_mlflow.files import path_below, require_stored
 from ansor_mlflow.foreign import read_json, typed
@@ -105,8 +105,7 @@ def register_functions() -> None:
 def _describe() -> str:
     import tvm
 
-    cpu = str(tvm.get_global_func("target.llvm_get_system_cpu")())
-    target = tvm.target.Target({"kind": "llvm", "mcpu": cpu})
+    target = tvm.target.Target(host_attributes())
     return json.dumps(asdict(ServerDescription(fingerprint(target, available_cpus()), _BOOT_ID.read_text().strip())))
 
 

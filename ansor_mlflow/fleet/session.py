@@ -202,7 +202,7 @@ def device_of_fleet(fleet: FleetSettings, target: str, num_threads: int | Litera
             f"{found.num_threads}, or auto"
         )
     if target == "auto":
-        spec = {key: value for key, value in found.target.items() if key in ("kind", "mcpu")}
+        spec = {key: value for key, value in found.target.items() if key in ("kind", "mcpu", "mattr")}
         if found.machine != platform.machine():
             spec["mtriple"] = f"{found.machine}-linux-gnu"
     chosen = resolve_target(json.dumps(spec) if target == "auto" else target, number)
