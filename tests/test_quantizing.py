@@ -223,4 +223,9 @@ def test_a_quantised_network_goes_through_the_pipeline(
     directory = Path(mlflow.artifacts.download_artifacts(made.model_uri))
     assert is_quantized(directory / names.NETWORK_FILE)
     said = Path(mlflow.artifacts.download_artifacts(f"runs:/{tuned.info.run_id}/{names.QUANTIZATION_FILE}"))
-    assert json.loads(said.read_text())["contract"] == {"loss": "cosine", "max_loss": 1.0, "minutes": 5.0}
+    contract = json.loads(said.read_text())["contract"]
+    assert contract == {"loss": "cosine", "max_loss": 1.0, "minutes": 5.0}
+    api.tune(resume_run=tuned.info.run_id, trials=8)
+    records = f"runs:/{tuned.info.run_id}/{names.RECORDS_DIR}/{names.PROVENANCE_FILE}"
+    kept = json.loads(Path(mlflow.artifacts.download_artifacts(records)).read_text())["quantization"]
+    assert kept["contract"] == contract

@@ -18,7 +18,7 @@ from ansor_mlflow.lowering import LOWERING_VERSION, LoweredNetwork
 from ansor_mlflow.model import fallback_clauses, lower_guarded, part_entries, require_linker
 from ansor_mlflow.networks import Network, write_onnx
 from ansor_mlflow.parameters import TuneOptions
-from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, Provenance, write_description
+from ansor_mlflow.records import JOURNAL_FILE, PARTS_DIR, Provenance, read_provenance, write_description
 from ansor_mlflow.settings import FallbackReasons
 from ansor_mlflow.steps.fetching import options_of_source
 from ansor_mlflow.steps.quantizing import Quantization, log_quantization, quantized
@@ -182,6 +182,8 @@ def _tune(
         known=known,
     )
     provenance = _provenance(work)
+    if options.resume_run and (records / names.PROVENANCE_FILE).exists():  # whose copy was quantised by the first call
+        provenance = replace(provenance, quantization=read_provenance(records).quantization)
     write_description(records, device.fingerprint, provenance)  # an interrupted tuning can be compiled, too
     if options.trials:
         run.log_tags(
