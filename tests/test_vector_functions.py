@@ -96,7 +96,9 @@ def test_the_error_is_within_its_bound_over_the_whole_range(name: str, spec: str
     normal = np.isfinite(expected) & (abs(exact) >= SMALLEST_NORMAL)
     assert np.max(abs(result[normal] / exact[normal] - 1)) <= bound
     below = np.isfinite(expected) & ~normal
-    assert np.max(abs(result[below] - exact[below]), initial=0) <= (SMALLEST_NORMAL if name == "sigmoid" else 2.0**-149)
+    is_coarse = name in ("exp", "sigmoid")
+    assert np.max(abs(result[below] - exact[below]), initial=0) <= (SMALLEST_NORMAL if is_coarse else 2.0**-149)
+    assert name != "exp" or not np.any((result > 0) & (result < SMALLEST_NORMAL)), "a product of each takes 150 cycles"
 
 
 @pytest.mark.parametrize("name", ["erf", "sigmoid", "tanh"])
