@@ -2,7 +2,6 @@
 
 from ansor_mlflow.tracking.environment import describe_environment, open_in_turn, translated_errors
 from ansor_mlflow.tracking.killed import WORK_ROOT, ended, has_messages, has_records, held, is_held, remove_directory
-from ansor_mlflow.tracking.logged_models import describe_model, logged_model_of, make_model, model_name, take_model
 from ansor_mlflow.tracking.memory import EarlierTuning, best_source, find_tunings, memory_tags
 from ansor_mlflow.tracking.observer import MlflowObserver, latency_metrics, trials_table
 from ansor_mlflow.tracking.outbox import (
@@ -18,12 +17,17 @@ from ansor_mlflow.tracking.outbox import (
 )
 from ansor_mlflow.tracking.registry import (
     aliases_of,
+    describe_model,
     find_version,
     finish_moves,
+    logged_model_of,
+    make_model,
+    model_name,
     move_aliases,
     register,
     tag_version,
     tags_of_version,
+    take_model,
     undo_moves,
     undoable_moves,
 )

@@ -29,8 +29,8 @@ from ansor_mlflow.model import TunedModel, threads_here
 from ansor_mlflow.networks import read_onnx
 from ansor_mlflow.parameters import LatencyOptions, is_uri, load_options
 from ansor_mlflow.tensors import Arrays, TensorSpec
-from ansor_mlflow.tracking.logged_models import known_model, take_model
 from ansor_mlflow.tracking.outbox import as_logged
+from ansor_mlflow.tracking.registry import known_model, take_model
 from ansor_mlflow.tracking.report.figures import draw_latency, save_figure
 
 EVALUATOR_NAME = "ansor-latency"
