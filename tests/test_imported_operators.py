@@ -388,3 +388,33 @@ def test_large_weights_pass_by_the_converter() -> None:
 )
 def test_what_tvm_would_compute_wrongly_is_known(model: onnx.ModelProto, reason: str | None) -> None:
     assert fallback_reasons(rewrite_operators(model)) == ({} if reason is None else {0: reason})
+
+
+@pytest.mark.parametrize("square", ["Mul", "Pow"])
+@pytest.mark.parametrize("is_one", [True, False])
+def test_a_normalisation_of_nine_operators_is_one_function(square: str, is_one: bool, host_target: Target) -> None:
+    """Its variance keeps its digits beside a large mean; one that is over another power is none."""
+    nodes = [
+        helper.make_node("ReduceMean", ["x"], ["mean"], axes=[-1]),
+        helper.make_node("Sub", ["x", "mean"], ["centred"]),
+        helper.make_node(square, ["centred", "centred" if square == "Mul" else "power"], ["squares"]),
+        helper.make_node("ReduceMean", ["squares"], ["variance"], axes=[-1]),
+        helper.make_node("Add", ["variance", "epsilon"], ["shifted"]),
+        helper.make_node("Sqrt", ["shifted"], ["root"]),
+        helper.make_node("Div", ["centred", "root"], ["normal"]),
+        helper.make_node("Mul", ["scale", "normal"], ["scaled"]),
+        helper.make_node("Add", ["scaled", "bias"], ["y"]),
+    ]
+    constants = {
+        "power": np.float32(2 if is_one else 4),
+        "epsilon": np.float32(1e-6),
+        "scale": RNG.normal(size=96).astype(np.float32),
+        "bias": RNG.normal(size=96 if is_one else (5, 96)).astype(np.float32),
+    }
+    model = make_model(nodes, [tensor("x", (2, 5, 96))], [tensor("y", (2, 5, 96))], constants)
+    data = {"x": RNG.normal(1000, size=(2, 5, 96)).astype(np.float32)}
+    lowered = lower(model, host_target)
+    assert [task.info.name.startswith("layer_norm") for task in lowered.tasks] == [True] or not is_one
+    assert is_one or not any("layer_norm" in task.info.name for task in lowered.tasks)
+    (found,), (expected,) = run_lowered(lowered, host_target, data), run_onnxruntime(model, data)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)

@@ -72,6 +72,26 @@ def test_tasks_are_the_functions_of_the_network(small_network: Network, host_tar
     assert convolution.info.flops >= 2 * 8 * 16 * 16 * 3 * 3 * 3
 
 
+def test_what_follows_a_product_is_part_of_its_function(host_target: Target) -> None:
+    """A GELU and the sum with what came before: no reshaping to two axes stands between them."""
+    builder = GraphBuilder(seed=0)
+    data = builder.input("data", (1, 13, 32))
+    weights = [builder.weight(name, np.ones(shape)) for name, shape in (("up", (32, 64)), ("down", (64, 32)))]
+    biases = [builder.weight(name, np.ones(size)) for name, size in (("first", 64), ("second", 32))]
+    hidden = builder.node("Add", "hidden", builder.node("MatMul", "product", data, weights[0]), biases[0])
+    erf = builder.node(
+        "Erf", "erf", builder.node("Div", "scaled", hidden, builder.constant("root", np.float32(1.4142)))
+    )
+    gelu = builder.node(
+        "Mul", "gelu", hidden, builder.node("Add", "shifted", erf, builder.constant("one", np.float32(1)))
+    )
+    added = builder.node("Add", "added", builder.node("MatMul", "back", gelu, weights[1]), biases[1])
+    model = builder.build("block", {builder.node("Add", "output", data, added): (1, 13, 32)})
+    names = [task.info.name for task in lower(model, host_target).tasks]
+    assert sorted(name[: len("fused_matmul")] for name in names) == ["fused_matmul"] * 2
+    assert sum("erf" in name for name in names) == 1
+
+
 def test_a_function_that_is_called_twice_is_one_task(host_target: Target) -> None:
     builder = GraphBuilder(seed=0)
     data = builder.input("data", (1, 8, 16, 16))

@@ -260,7 +260,12 @@ def _optimized(model: onnx.ModelProto, called: str) -> onnx.ModelProto:
         options.log_severity_level = 3  # errors
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         try:
-            onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+            onnxruntime.InferenceSession(
+                model.SerializeToString(),
+                options,
+                providers=["CPUExecutionProvider"],
+                disabled_optimizers=["MatMulAddFusion"],  # it reshapes products, and what follows stays outside
+            )
         except Exception as err:  # ONNX Runtime has an error class for each of its status codes, without a common base
             raise UserInputError(
                 f"network={called}: ONNX Runtime cannot load it ({one_line(err)}); export it again"

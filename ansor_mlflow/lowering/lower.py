@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
 
-LOWERING_VERSION = 7
+LOWERING_VERSION = 8
 """Provenance of records: two lowerings with different versions may give different tasks for one network."""
 _MAX_SHOWN = 3
 _DOMAINS = ("", "ai.onnx", "com.microsoft")

@@ -49,17 +49,24 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
     from tvm import relax
 
     from ansor_mlflow.lowering.elementwise import constants_second
-    from ansor_mlflow.lowering.relax_passes import FOLD_CONSTANTS, PLACES, bound_indices, correct_patterns
+    from ansor_mlflow.lowering.relax_passes import (
+        FOLD_CONSTANTS,
+        FUNCTIONS,
+        bound_indices,
+        correct_patterns,
+        joined_layer_norms,
+    )
 
     passes = [
         *_first_passes(),
+        joined_layer_norms,
         constants_second,  # layouts are those of the first operands
         bound_indices,
         relax.transform.ConvertLayout(_LAYOUTS[settings.layout]),
         *_compute_in(settings.dtype),
         FOLD_CONSTANTS,  # weights in their layout and type
         # TVM's pipeline "zero", with more to say of what is fused
-        relax.transform.LegalizeOps(PLACES),
+        relax.transform.LegalizeOps(FUNCTIONS),
         relax.transform.AnnotateTIROpPattern(),
         correct_patterns,
         relax.transform.FoldConstant(),

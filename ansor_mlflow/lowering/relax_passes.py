@@ -1,5 +1,5 @@
-"""Passes over Relax: indices kept inside of tensors, places of extrema, what functions are fused with; joining modules,
-and outputs that are given.
+"""Passes over Relax: indices kept inside of tensors, places of extrema, normalisations, what
+functions are fused with; joining modules, and outputs that are given.
 """
 
 from __future__ import annotations
@@ -93,15 +93,96 @@ def _comparable(data: te.Tensor, axis: int | None, sign: int) -> te.Tensor:
     return te.compute(data.shape, value, "comparable")
 
 
-PLACES = {
+def _layer_norm(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+    attrs, rank = call.attrs, call.ty.ndim
+    if [int(axis) % rank for axis in attrs.axes] != [rank - 1] or not attrs.center or not attrs.scale:
+        return call.op.get_attr("FLegalize")(builder, call)
+
+    def norm(data: te.Tensor, scale: te.Tensor, bias: te.Tensor) -> te.Tensor:
+        *rows, size = map(int, data.shape)
+        one, number, epsilon = (tirx.const(float(value), "float32") for value in (1, size, attrs.epsilon))
+        first, second = (te.reduce_axis((0, size), name) for name in ("first", "second"))
+
+        def exact(tensor: te.Tensor, *place: Any) -> Any:
+            return tensor[place].astype("float32")
+
+        total = te.compute(rows, lambda *row: te.sum(exact(data, *row, first), axis=first), "total")
+        centred = te.compute(data.shape, lambda *place: exact(data, *place) - total[place[:-1]] / number, "centred")
+        square = te.compute(
+            rows, lambda *row: te.sum(centred[(*row, second)] * centred[(*row, second)], axis=second), "square"
+        )
+
+        def value(*place: Any) -> Any:
+            inverse = one / te.sqrt(square[place[:-1]] / number + epsilon)
+            scaled = centred[place] * inverse * exact(scale, place[-1]) + exact(bias, place[-1])
+            return scaled.astype(data.dtype)
+
+        return te.compute(data.shape, value, "norm")
+
+    return builder.call_te(norm, *call.args, primfunc_name_hint="layer_norm")
+
+
+FUNCTIONS = {
     "relax.argmax": partial(_call, find=topi.argmax, sign=1),
     "relax.argmin": partial(_call, find=topi.argmin, sign=-1),
+    "relax.nn.layer_norm": _layer_norm,
 }
 """How these operators become functions, for `LegalizeOps`.
 
-TVM begins with the smallest number of a type at place -1, and forgets what came before a NaN. As ONNX Runtime, this
-begins with the first value, which stays where it is NaN, and passes over any other NaN.
+TVM looks for extrema from the smallest number of a type at place -1 on, and forgets what came before a NaN. As ONNX
+Runtime, this begins with the first value, which stays where it is NaN, and passes over any other NaN. The variance of a
+normalisation is to TVM a difference of squares, of which a large mean leaves no digits.
 """
+
+
+@call_pass("JoinedLayerNorms")
+def joined_layer_norms(mutator: Any, call: relax.Call) -> relax.Expr:
+    """Makes one function of a normalisation over the last axis that an exporter wrote in nine operators."""
+    scaled, bias = _with_constant(mutator, call, "relax.add")
+    divided, scale = _with_constant(mutator, scaled, "relax.multiply")
+    quotient = bound(mutator, divided)
+    if op_name(quotient) != "relax.divide" or op_name(root := bound(mutator, quotient.args[1])) != "relax.sqrt":
+        return call
+    deviations, (variance, epsilon) = quotient.args[0], _with_constant(mutator, root.args[0], "relax.add")
+    centred, squares = bound(mutator, deviations), _mean_of_rows(mutator, variance)
+    if op_name(centred) != "relax.subtract" or squares is None or not _is_square(mutator, squares, deviations):
+        return call
+    data, size = centred.args[0], int(call.ty.shape[-1])
+    mean_of = _mean_of_rows(mutator, centred.args[1])
+    are_rows = all(each is not None and each.shape == (size,) for each in (scale, bias))
+    if mean_of is None or not data.same_as(mean_of) or not are_rows or str(call.ty.dtype) != "float32":
+        return call
+    if epsilon is None or epsilon.size != 1:
+        return call
+    return relax.op.nn.layer_norm(data, relax.const(scale), relax.const(bias), [-1], float(epsilon.item()))
+
+
+def _is_square(mutator: Any, expr: relax.Expr, base: relax.Expr) -> bool:
+    call = bound(mutator, expr)
+    if op_name(call) not in ("relax.multiply", "relax.power") or not call.args[0].same_as(base):
+        return False
+    other = bound(mutator, call.args[1])
+    is_two = isinstance(other, GenericConst) and bool((other.value.numpy() == 2).all())
+    return is_two if op_name(call) == "relax.power" else bool(call.args[1].same_as(base))
+
+
+def _with_constant(mutator: Any, expr: relax.Expr, name: str) -> tuple[relax.Expr, np.ndarray[Any, Any] | None]:
+    """The operand of a call of an operator whose other operand is a constant, and its value; of others, themselves."""
+    call = bound(mutator, expr)
+    if op_name(call) == name:
+        for place, operand in enumerate(call.args):
+            if isinstance(constant := bound(mutator, operand), GenericConst):
+                return call.args[1 - place], constant.value.numpy()
+    return expr, None
+
+
+def _mean_of_rows(mutator: Any, expr: relax.Expr) -> relax.Expr | None:
+    """What an expression is the mean of, over the last axis, which it keeps; None of others."""
+    call = bound(mutator, expr)
+    if op_name(call) != "relax.mean" or not call.attrs.keepdims or call.attrs.axis is None:
+        return None
+    is_last = [int(axis) % call.ty.ndim for axis in call.attrs.axis] == [call.ty.ndim - 1]
+    return call.args[0] if is_last else None
 
 
 @call_pass("BoundIndices")
