@@ -80,6 +80,33 @@ def test_another_loop_that_a_record_annotates_stays_a_loop() -> None:
         assert "vpdpbusd" not in library.inspect_source("ll")  # LLVM may choose it for a loop by itself
 
 
+@pytest.mark.parametrize(("least", "most", "are_one"), [(-128.0, 127.0, True), (0.0, 255.0, True), (0.5, 99.5, False)])
+@pytest.mark.parametrize("lanes", [1, 8])
+def test_bytes_are_rounded_as_they_are_converted(
+    least: float, most: float, are_one: bool, lanes: int, host_target: Target
+) -> None:
+    """In one instruction, ties to even, where it makes no difference whether what limits them comes before it."""
+    import tvm
+    from tvm import te, tirx
+    from tvm.driver import build
+    from tvm.s_tir import Schedule
+
+    dtype, limits = "int8" if least < 0 else "uint8", [tirx.const(limit, "float32") for limit in (least, most)]
+    x = te.placeholder((24,), "float32", "x")
+    limited = te.compute((24,), lambda i: tirx.min(tirx.max(tirx.nearbyint(x[i]), limits[0]), limits[1]), "limited")
+    y = te.compute((24,), lambda i: limited[i].astype(dtype), "y")
+    sch = Schedule(tvm.IRModule({"main": te.create_prim_func([x, y]).with_attr("global_symbol", "main")}))
+    sch.compute_inline(sch.get_sblock("limited"))
+    if lanes > 1:
+        sch.vectorize(sch.split(sch.get_loops(sch.get_sblock("y"))[0], [None, lanes])[1])
+    library = build(sch.mod, target=host_target, pipeline=tir_pipeline(host_target))
+    assert ("llvm.lrint" in library.inspect_source("ll")) == are_one
+    values = np.float32([*np.arange(-4, 12) / 2, 126.5, 127.5, 254.5, 255.5, 3e38, -3e38, np.inf, -np.inf])
+    found = tvm.runtime.tensor(np.zeros(24, dtype))
+    library["main"](tvm.runtime.tensor(values), found)
+    np.testing.assert_array_equal(found.numpy(), np.clip(np.rint(values), least, most).astype(dtype))
+
+
 AMX = "llvm -mcpu=sapphirerapids"
 
 
@@ -119,7 +146,14 @@ def test_products_in_tiles_are_right(rows: int, terms: int, columns: int, host_t
 
 @pytest.mark.parametrize(
     ("size", "channels", "kernel", "stride", "outputs"),
-    [(14, 64, 3, 1, 32), (14, 64, 3, 2, 48), (7, 96, 1, 1, 64), (28, 32, 3, 1, 16)],
+    [
+        (14, 64, 3, 1, 32),
+        (14, 64, 3, 2, 48),
+        (7, 96, 1, 1, 64),
+        (28, 32, 3, 1, 16),
+        (32, 4, 7, 2, 32),
+        (9, 4, 8, 1, 16),
+    ],
 )
 def test_convolutions_in_tiles_are_right(
     size: int, channels: int, kernel: int, stride: int, outputs: int, host_target: Target

@@ -448,6 +448,7 @@ def test_a_concatenation_is_copied_in_vectors(sizes: tuple[int, int], host_targe
     every_second(
         [
             ((1, 750, 128), (0, 2, 1), None),
+            ((1, 3, 96, 80), (0, 2, 3, 1), 3),
             ((2, 64, 320), (0, 2, 1), 16),
             ((4, 48, 8, 32), (2, 3, 0, 1), 16),
             ((1, 24, 24, 64), (0, 3, 1, 2), None),

@@ -1,6 +1,7 @@
-"""Instructions that LLVM finds in no loop: x86's `vpdpbusd`, and the tiles of AMX.
+"""Instructions that LLVM finds in no loop: x86's `vpdpbusd`, the tiles of AMX, and conversions that round.
 
-An annotation of a schedule says which loops are one; in stock TVM, and on a CPU without it, they stay loops.
+An annotation of a schedule says which loops are one of the first two; in stock TVM, and on a CPU without them, they
+stay loops.
 """
 
 from __future__ import annotations
@@ -395,3 +396,50 @@ def _configured(configuration: tuple[int, ...] | None, statements: list[Any]) ->
     ]
     load = _intrinsic("ldtilecfg", tirx.address_of(tirx.BufferLoad(shapes, [_number(0, "int32")])))
     return [tirx.AllocBuffer(shapes), *stores, load, *statements, _intrinsic("tilerelease")]
+
+
+def with_conversions_that_round(func: Any, _mod: Any, _context: Any) -> Any:
+    """A lowered function in which floats between two integers become bytes by conversions that round, ties to even.
+
+    TVM rounds, in two instructions for a vector, and converts then by cutting off: a quarter of what follows the sums
+    of a quantised layer.
+    """
+    from tvm.tirx import Cast
+    from tvm_ffi import structural_mutate
+
+    def visit(cast: Any, mutator: Any) -> Any:
+        cast = mutator.default_mutate(cast)
+        found = _rounded(cast)
+        return cast if found is None else found
+
+    return func.with_body(structural_mutate(func.body, (Cast, visit)))
+
+
+def _rounded(cast: Any) -> Any:
+    """A conversion of min(max(round(x), low), high) to bytes as one of min(max(x, low), high), which rounds; None of
+    another.
+    """
+    from tvm import tirx
+    from tvm.ir import Call
+
+    most, least = cast.value, getattr(cast.value, "a", None)
+    kind, _, lanes = str(cast.ty.dtype).partition("x")
+    if kind not in ("int8", "uint8") or not isinstance(most, tirx.Min) or not isinstance(least, tirx.Max):
+        return None
+    rounding = least.a
+    is_round = isinstance(rounding, Call) and getattr(rounding.op, "name", "") == "tirx.nearbyint"
+    # Between whole numbers that an int32 holds it makes no difference whether the limits come first.
+    are_whole = all(limit is not None and limit.is_integer() for limit in map(_number_of, (least.b, most.b)))
+    if not is_round or not are_whole or not str(rounding.ty.dtype).startswith("float32"):
+        return None
+    limited = tirx.Min(tirx.Max(rounding.args[0], least.b), most.b)
+    integers = f"int32x{lanes}" if lanes else "int32"
+    return tirx.Cast(cast.ty, tirx.call_llvm_pure_intrin(integers, "llvm.lrint", limited))
+
+
+def _number_of(value: Any) -> float | None:
+    """The number that all elements of a value are; None where they are computed."""
+    from tvm.tirx import Broadcast, FloatImm
+
+    value = value.value if isinstance(value, Broadcast) else value
+    return float(value.value) if isinstance(value, FloatImm) else None

@@ -9,7 +9,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ansor_mlflow.codegen.instructions import only_statement, replaced, with_dot_products, with_matrix_tiles
+from ansor_mlflow.codegen.instructions import (
+    only_statement,
+    replaced,
+    with_conversions_that_round,
+    with_dot_products,
+    with_matrix_tiles,
+)
 from ansor_mlflow.device import machine_of, platform_of
 
 if TYPE_CHECKING:
@@ -82,7 +88,8 @@ def _make(*, by_llvm: bool) -> tuple[Pass, Any, Any]:
     tiles = prim_func_pass(with_matrix_tiles, opt_level=0, name="ansor.matrix_tiles")
     arrays = prim_func_pass(_with_arrays, opt_level=0, name="ansor.local_arrays")
     fetches = prim_func_pass(_with_prefetches, opt_level=0, name="ansor.prefetch")
-    first, last = Sequential([erfs, choices, passes]), [sums, dots, tiles, arrays, fetches, nans]
+    rounding = prim_func_pass(with_conversions_that_round, opt_level=0, name="ansor.conversions_that_round")
+    first, last = Sequential([erfs, choices, passes]), [sums, dots, tiles, arrays, fetches, rounding, nans]
     return first, lambda: Sequential([*last, of_host()]), of_device
 
 

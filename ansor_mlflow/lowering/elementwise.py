@@ -97,14 +97,16 @@ def _quantized(call: relax.Call, *, is_computed: bool) -> relax.Expr:
     times as long, and what is half-way between two steps then is so by chance. An image may be by design.
     """
     known_scale, known_zero = (_value_of(parameter) for parameter in call.args[1:3])
-    if is_computed and known_scale is not None:
+    is_computed &= known_scale is not None and bool((known_scale >= np.finfo(np.float32).smallest_normal).all())
+    if is_computed:
+        assert known_scale is not None
         call = relax.Call(call.op, [call.args[0], relax.const(1 / known_scale), call.args[2]], call.attrs)
     data, scale, zero_point = _operands(call)
     dtype, quantized = _dtype(call.args[1]), str(call.attrs.out_dtype)
     if _dtype(data) != dtype:
         data = relax.op.astype(data, dtype)
     if known_scale is None or (known_scale != 1).any():
-        divide = relax.op.multiply if is_computed and known_scale is not None else relax.op.divide
+        divide = relax.op.multiply if is_computed else relax.op.divide
         data = divide(data, scale)
     shifted = relax.op.round(data)
     if known_zero is None or known_zero.any():

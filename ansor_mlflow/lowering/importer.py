@@ -23,7 +23,7 @@ from ansor_mlflow.device import has_dot_products, platform_of
 from ansor_mlflow.graphs import activations_of, attributes_of, opset_version, reverses_of
 from ansor_mlflow.lowering.recurrence import GATES, WRITTEN_AS_LOOPS, Blocking, RecurrentLayer, all_steps
 from ansor_mlflow.lowering.relax_passes import call_pass, op_name
-from ansor_mlflow.sketches import Machine
+from ansor_mlflow.sketches import MIN_PARALLEL, Machine
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -55,6 +55,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         if has_dot_products(target):
             self._added["DynamicQuantizeLSTM"] = self._recurrent
             self._added |= {"ConvInteger": self._byte_convolution, "MatMulInteger": self._byte_product}
+            self._added["DynamicQuantizeLinear"] = self._quantize
 
     def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
         others = [node for node in graph.node if node.op_type not in self._added]
@@ -148,6 +149,17 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
         return self.bb.emit_te(product, data, weight, primfunc_name_hint="matmul_integer")
 
+    def _quantize(self, node: onnx.NodeProto) -> list[relax.Expr]:
+        return self._quantized(self._nodes[node.input[0]])
+
+    def _quantized(self, data: relax.Expr) -> list[relax.Expr]:
+        """A tensor in bytes, their scale and their zero point, of the range that it has."""
+        shape = tuple(int(size) for size in data.ty.shape)
+        function = _quantize_by_range(shape, Machine.of(self._target).num_threads)
+        types = [relax.TensorType(*each) for each in ((shape, "uint8"), ((), "float32"), ((), "uint8"))]
+        outputs = self.bb.emit(relax.call_tir(self.bb.add_func(function, "dynamic_quantize"), [data], types))
+        return [self.bb.emit(relax.TupleGetItem(outputs, place)) for place in range(len(types))]
+
     def _recurrent(self, node: onnx.NodeProto) -> list[relax.Expr]:
         """The outputs of a recurrent layer: a product of all inputs and their weights, and a function of all steps.
 
@@ -224,16 +236,9 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
 
     def _dynamic_product(self, data: relax.Expr, weights: _Array, scales: _Array) -> relax.Expr:
         """The product of a matrix that is quantised as DynamicQuantizeLinear does, and weights of 8 bits."""
-        op, emit, zero = relax.op, self.bb.emit, relax.const(0.0)
-        lowest, highest = (
-            emit(bound(find(data), zero)) for bound, find in ((op.minimum, op.min), (op.maximum, op.max))
-        )
-        span = emit(op.subtract(highest, lowest))
-        one, levels = relax.const(1.0), relax.const(255.0)
-        scale = emit(op.where(op.greater(span, zero), op.divide(span, levels), one))
-        zeros = emit(op.round(op.divide(op.negative(lowest), scale)))
-        quantized = emit(op.quantize(data, scale, op.astype(zeros, "uint8"), axis=-1, out_dtype="uint8"))
-        total = self._bytes_times(quantized, relax.const(weights))
+        op, emit = relax.op, self.bb.emit
+        levels, scale, zeros = self._quantized(data)
+        total = self._bytes_times(levels, relax.const(weights))
         of_zero = op.multiply(op.astype(zeros, "int32"), relax.const(weights.sum(axis=0, dtype=np.int32)))
         floats = op.astype(emit(op.subtract(total, of_zero)), "float32")
         return emit(op.multiply(floats, emit(op.multiply(scale, relax.const(scales)))))
@@ -272,6 +277,57 @@ def _scatter_rows(sizes: Sequence[int], width: int, count: int, reduction: str, 
                 place = [row, job * (width // jobs) + column]
                 value = updates[number, place[1]]
                 T.buffer_store(result, combine(result[tuple(place)], value) if combine else value, place)
+    return builder.get()
+
+
+def _quantize_by_range(shape: tuple[int, ...], num_threads: int) -> tirx.PrimFunc:
+    """Quantises a tensor of float32 as ONNX's DynamicQuantizeLinear does: saturate(round(x / scale) + zero point).
+
+    As runtimes do, it multiplies with 1 / scale: what is half-way between two steps is so by chance.
+    """
+    size = prod(shape)
+    num_vectors = size // _LINE_ELEMENTS
+    most = num_threads if size >= MIN_PARALLEL else 1
+    jobs = next(jobs for jobs in range(most, 0, -1) if num_vectors % jobs == 0)
+    loop, share = (T.parallel if jobs > 1 else T.serial), num_vectors // jobs * _LINE_ELEMENTS
+    zero, one, most_level = (tirx.const(value, "float32") for value in (0, 1, 255))
+    with IRBuilder() as builder, T.prim_func(is_private=True, s_tir=True):
+        T.func_name("dynamic_quantize")
+        T.func_attr(WRITTEN_AS_LOOPS)
+        tensor, levels = T.arg("tensor", T.buffer(shape, "float32")), T.arg("levels", T.buffer(shape, "uint8"))
+        scale, zero_point = T.arg("scale", T.buffer((), "float32")), T.arg("zero_point", T.buffer((), "uint8"))
+
+        def quantize(place: Any) -> None:
+            steps = tirx.nearbyint(data[place] * factor[0]) + factor[1]
+            T.buffer_store(bytes_, tirx.Cast("uint8", tirx.min(tirx.max(steps, zero), most_level)), [place])
+
+        with T.sblock("quantize"):
+            data, bytes_ = (T.decl_buffer((size,), each.dtype, each.data) for each in (tensor, levels))
+            ends, factor = T.alloc_buffer((2, jobs, _LINE_ELEMENTS)), T.alloc_buffer((2,))
+            extrema = list(enumerate((tirx.min, tirx.max)))
+            with loop(jobs) as job:
+                for end, _ in extrema:
+                    with T.vectorized(_LINE_ELEMENTS) as lane:
+                        T.buffer_store(ends, zero, [end, job, lane])
+                with T.serial(share // _LINE_ELEMENTS) as number:
+                    for end, extremum in extrema:
+                        with T.vectorized(_LINE_ELEMENTS) as lane:
+                            value = data[job * share + number * _LINE_ELEMENTS + lane]
+                            T.buffer_store(ends, extremum(ends[end, job, lane], value), [end, job, lane])
+            for end, extremum in extrema:
+                with T.serial(jobs) as job, T.serial(_LINE_ELEMENTS) as lane:
+                    T.buffer_store(ends, extremum(ends[end, 0, 0], ends[end, job, lane]), [end, 0, 0])
+                with T.serial(jobs * share, size) as place:
+                    T.buffer_store(ends, extremum(ends[end, 0, 0], data[place]), [end, 0, 0])
+            span = ends[1, 0, 0] - ends[0, 0, 0]
+            T.buffer_store(scale, tirx.Select(span > zero, span / most_level, one), [])
+            T.buffer_store(factor, one / scale[()], [0])
+            T.buffer_store(factor, tirx.nearbyint((zero - ends[0, 0, 0]) / scale[()]), [1])
+            T.buffer_store(zero_point, tirx.Cast("uint8", factor[1]), [])
+            with loop(jobs) as job, T.serial(share // _LINE_ELEMENTS) as number, T.vectorized(_LINE_ELEMENTS) as lane:
+                quantize(job * share + number * _LINE_ELEMENTS + lane)
+            with T.serial(jobs * share, size) as place:
+                quantize(place)
     return builder.get()
 
 

@@ -50,6 +50,7 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
 
     from ansor_mlflow.lowering.elementwise import constants_second
     from ansor_mlflow.lowering.relax_passes import (
+        BYTES_IN_CONVOLUTIONS,
         FOLD_CONSTANTS,
         FUNCTIONS,
         bound_indices,
@@ -65,6 +66,7 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
         relax.transform.ConvertLayout(_LAYOUTS[settings.layout]),
         *_compute_in(settings.dtype),
         FOLD_CONSTANTS,  # weights in their layout and type
+        BYTES_IN_CONVOLUTIONS,
         # TVM's pipeline "zero", with more to say of what is fused
         relax.transform.LegalizeOps(FUNCTIONS),
         relax.transform.AnnotateTIROpPattern(),

@@ -1,4 +1,4 @@
-"""Passes over Relax: indices kept inside of tensors, places of extrema, normalisations, what
+"""Passes over Relax: indices kept inside of tensors, places of extrema, normalisations, convolutions of bytes, what
 functions are fused with; joining modules, and outputs that are given.
 """
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ _MAX_FUSED_PARTS = 6
 """Parts of a concatenation; those of image networks have no more."""
 _ALONG_AXIS = {"relax.gather_elements", "relax.scatter_elements"}
 _COORDINATES = {"relax.gather_nd", "relax.scatter_nd"}
+_CONVOLUTIONS = {"relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d"}
 
 
 def call_pass(name: str) -> Callable[[Callable[[Any, relax.Call], relax.Expr]], Pass]:
@@ -43,8 +45,10 @@ def call_pass(name: str) -> Callable[[Callable[[Any, relax.Call], relax.Expr]], 
 
         @module_pass(opt_level=0, name=name)  # type: ignore[untyped-decorator]
         def rewrite_main(mod: IRModule, _context: PassContext) -> IRModule:
-            rewritten = mod.clone()
-            rewritten.update_func(mod.get_global_var("main"), Calls(mod).visit_expr(mod["main"]))
+            calls = Calls(mod)
+            main = calls.visit_expr(mod["main"])
+            rewritten = calls.builder_.get().clone()  # with the functions that were added
+            rewritten.update_func(rewritten.get_global_var("main"), main)
             return rewritten
 
         return rewrite_main
@@ -232,6 +236,97 @@ def positive_squeeze_axes(_mutator: Any, call: relax.Call) -> relax.Expr:
     if op_name(call) != "relax.squeeze" or call.attrs.axis is None:
         return call
     return relax.op.squeeze(call.args[0], [int(axis) % call.args[0].ty.ndim for axis in call.attrs.axis])
+
+
+@dataclass(frozen=True)
+class _ByteData:
+    """Bytes that a convolution reads, with the channels last, and what it does with them first."""
+
+    levels: relax.Expr
+    before: list[int]
+    """Elements of padding before each axis."""
+    after: list[int]
+    outside: int
+    """What they are padded with."""
+    shift: float | None = None
+    """What is subtracted where they become floats, which comes before the padding; None where they stay bytes."""
+
+
+@call_pass("BytesInConvolutions")
+def _bytes_in_convolutions(mutator: Any, call: relax.Call) -> relax.Expr:
+    if op_name(call) not in _CONVOLUTIONS or not str(call.attrs.data_layout).endswith("C"):
+        return call
+    found = _padded_bytes(mutator, call) or _bytes_as_floats(mutator, call)
+    if found is None:
+        return call
+    name = op_name(call).rpartition(".")[2]
+    return mutator.builder_.call_te(
+        partial(_convolution, call=call, bytes_=found), found.levels, call.args[1], primfunc_name_hint=name
+    )
+
+
+def _padded_bytes(mutator: Any, call: relax.Call) -> _ByteData | None:
+    """The bytes of a convolution of integers, which are padded with what is no zero; None of another.
+
+    Channels are added where the bytes are made, which puts those of an element beside each other.
+    """
+    source, axes = _unmoved(mutator, call.args[0])
+    is_pad = op_name(source) == "relax.nn.pad" and source.attrs.pad_mode == "constant"
+    if not is_pad or str(source.ty.dtype) != "uint8" or call.attrs.groups != 1 or any(map(int, call.attrs.padding)):
+        return None
+    widths = [int(width) for width in source.attrs.pad_width]
+    before, after = ([widths[2 * axis + side] for axis in axes] for side in (0, 1))
+    levels = _moved(mutator, source.args[0], axes)
+    return None if before[-1] or after[-1] else _ByteData(levels, before, after, int(source.attrs.pad_value))
+
+
+def _bytes_as_floats(mutator: Any, call: relax.Call) -> _ByteData | None:
+    """The bytes of which the floats of a convolution of single channels are made; None of another."""
+    (source, axes), shift = _unmoved(mutator, call.args[0]), np.zeros(1)
+    if op_name(source) == "relax.subtract" and isinstance(constant := bound(mutator, source.args[1]), GenericConst):
+        source, shift = bound(mutator, source.args[0]), constant.value.numpy()
+    is_conversion = op_name(source) == "relax.astype" and str(source.ty.dtype) == "float32" and shift.size == 1
+    is_single = call.attrs.groups == int(call.ty.shape[-1]) == int(call.args[0].ty.shape[-1])
+    if not is_conversion or not is_single or str(source.args[0].ty.dtype) not in ("int8", "uint8"):
+        return None
+    padding = [int(width) for width in call.attrs.padding]
+    before, after = ([0, *widths, 0] for widths in (padding[: len(padding) // 2], padding[len(padding) // 2 :]))
+    return _ByteData(_moved(mutator, source.args[0], axes), before, after, 0, float(shift.item()))
+
+
+def _unmoved(mutator: Any, expr: relax.Expr) -> tuple[relax.Expr, list[int]]:
+    """What an expression is before a transposition, and its axes; the expression itself where it is none."""
+    source = bound(mutator, expr)
+    if op_name(source) != "relax.permute_dims":
+        return source, list(range(expr.ty.ndim))
+    return bound(mutator, source.args[0]), [int(axis) for axis in source.attrs.axes]
+
+
+def _moved(mutator: Any, expr: relax.Expr, axes: list[int]) -> relax.Expr:
+    return expr if axes == sorted(axes) else mutator.builder_.normalize(relax.op.permute_dims(expr, axes))
+
+
+def _convolution(data: te.Tensor, weight: te.Tensor, *, call: relax.Call, bytes_: _ByteData) -> te.Tensor:
+    dtype, is_single = call.ty.dtype, bytes_.shift is not None
+    strides, dilations = ([int(size) for size in sizes] for sizes in (call.attrs.strides, call.attrs.dilation))
+    if is_single:
+        data = te.compute(data.shape, lambda *place: data[place].astype(dtype) - bytes_.shift, "levels")
+    padded = topi.nn.pad(data, bytes_.before, bytes_.after, tirx.const(bytes_.outside, data.dtype))
+    terms = [te.reduce_axis((0, extent), f"k{place}") for place, extent in enumerate(weight.shape[:-1])]
+
+    def total(image: Any, *place: Any) -> te.Tensor:
+        steps = zip(place[:-1], terms[:-1], strides, dilations, strict=True)
+        window = [at * stride + term * dilation for at, term, stride, dilation in steps]
+        factors = padded[(image, *window, place[-1] if is_single else terms[-1])], weight[(*terms, place[-1])]
+        return te.sum(factors[0].astype(dtype) * factors[1].astype(dtype), axis=terms)
+
+    return te.compute(tuple(call.ty.shape), total, "convolution")
+
+
+BYTES_IN_CONVOLUTIONS = Sequential([_bytes_in_convolutions, relax.transform.DeadCodeElimination(["main"])])
+"""Puts the zero points around bytes, which are no zeros, into convolutions, and what makes floats of bytes, channel by
+channel, too, so that bytes are what is written and read. To be run when layouts are those of the functions.
+"""
 
 
 @call_pass("Float16ToBfloat16")

@@ -22,5 +22,5 @@ from ansor_mlflow.sketches.sketch import (
     unbound_kernels,
     why_not_compilable,
 )
-from ansor_mlflow.sketches.tile import divisors
+from ansor_mlflow.sketches.tile import MIN_PARALLEL, divisors
 from ansor_mlflow.sketches.winograd import TILE_COLUMNS

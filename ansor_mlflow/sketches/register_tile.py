@@ -65,7 +65,7 @@ _SMALL_WORK = 50_000
 _MAX_CHANNELS, _MIN_LANES, _MIN_VECTORS = 2, 4, 4
 """Elements of a vector of channels up to which one of summed elements is tried, its length, and how many vectors a sum
 has then: in the end their elements are added one after the other."""
-_MAX_TILES_OF_DATA, _MIN_HEIGHT, _MIN_PACKS = 3, 7, 8
+_MAX_TILES_OF_DATA, _MIN_HEIGHT, _MIN_PACKS = 3, 7, 7
 """Tiles of data beside those of weights and sums, and rows and packs of them from which AMX is worth its start."""
 _NUM_MICRO = 48
 """How many of the best register tiles get a full search of loop orders."""
@@ -340,8 +340,11 @@ class MatrixTiling(IntegerTiling):
     @classmethod
     def find(cls, mod: IRModule, machine: Machine) -> MatrixTiling | None:
         """The sketch for a task's function; None where vectors serve as well, as of a single row."""
-        found = super().find(mod, machine) if machine.has_matrix_tiles else None
-        return found if isinstance(found, MatrixTiling) and any(found._micro_tiles()) else None
+        found = IntegerTiling.find(mod, machine) if machine.has_matrix_tiles else None
+        if found is None:
+            return None
+        tiling = cls(mod, _along_columns(found._contraction), machine)
+        return tiling if any(tiling._micro_tiles()) else None
 
     def _micro_tiles(self) -> Iterator[tuple[int, int, int, int]]:
         axes = self._axes
@@ -360,8 +363,12 @@ class MatrixTiling(IntegerTiling):
                     yield TILE_ROWS, vectors, columns, rows
 
     def _packed(self, sch: Schedule, sums: list[LoopRV]) -> tuple[list[LoopRV], list[LoopRV]]:
-        outer, packs, pack = sch.split(sums[-1], [None, most_packs(self._axes.sums[-1]), PACK])
-        terms = [*sums[:-1], outer, packs]
+        if len(sums) > len(self._axes.sums):  # see `_along_columns`
+            *others, last, pack = sums
+        else:
+            *others, last = sums
+            last, pack = sch.split(last, [None, PACK])
+        terms = [*others, *sch.split(last, [None, most_packs(self._axes.sums[-1])])]
         sch.annotate(terms[0], MATRIX_TILES, 1)
         return terms, [pack]
 
@@ -376,6 +383,18 @@ def _in_packs(operand: Operand, axis: int) -> Operand:
     """An array whose elements along an iterator are packs."""
     dims = zip(operand.shape, operand.strides, strict=True)
     return replace(operand, shape=tuple(extent // PACK if strides[axis] else extent for extent, strides in dims))
+
+
+def _along_columns(contraction: Contraction) -> Contraction:
+    """Sums of single packs, as of an image, as those of the packs of neighbours, which follow each other in a row."""
+    last = len(contraction.spatial) + len(contraction.reduction) - 1
+    data = contraction.broadcast
+    if data is None or len(contraction.reduction) < 2 or contraction.reduction[-1] > 1 or data.stride(last - 1) != 1:
+        return contraction
+    operands = tuple(
+        replace(operand, strides=tuple(of_dim[:last] for of_dim in operand.strides)) for operand in contraction.operands
+    )
+    return replace(contraction, operands=operands, reduction=contraction.reduction[:-1])
 
 
 class DotTiling(RegisterTiling):

@@ -13,6 +13,8 @@ columns at a time, which the cache holds until all rows have read their part of 
       the rows that are contiguous where they are read
         the columns of a block              vectorised
 
+Of an image with a few channels all are a block, so that the compiler makes vectors along its rows.
+
 A softmax over another axis than the last has a sum for each column. It goes over a few columns at a time, too, and its
 sums are vectors of them:
 
@@ -46,6 +48,8 @@ _MAX_COPIES = 128
 _LINE_ELEMENTS = 16
 """Elements of a line of the cache: about as many columns are a block of a transposition, which writes whole lines then,
 while those that it reads stay in the first cache."""
+_FEW_COLUMNS = 4
+"""Channels of an image that are written out, whose elements LLVM interleaves."""
 _COLUMN_ELEMENTS = 64
 """About as many columns are a block whose sums are taken over another axis: whole lines of the cache, and some vectors
 whose sums do not wait for each other."""
@@ -163,6 +167,8 @@ def _blocked(sch: Schedule, num_columns: int, lanes: Sequence[int]) -> list[RowT
     blocks = _blocks(sch)
     if len(blocks) > 1 or _row_read(sch.get(blocks[-1])) is None:
         return []
+    if num_columns <= _FEW_COLUMNS:
+        return [RowTile(lanes=1, parallel=True, columns=num_columns)]
     # Narrower blocks write parts of lines, wider ones lose what they read before all rows have used it.
     widths = range(_LINE_ELEMENTS // 2, 2 * _LINE_ELEMENTS + 1)
     sizes = [size for size in widths if num_columns % size == 0 and size % lanes[0] == 0]
@@ -204,6 +210,8 @@ def _schedule_transposition(sch: Schedule, block: SBlockRV, tile: RowTile) -> No
         sch.parallel(job)
     if tile.lanes > 1:
         sch.vectorize(sch.split(inner, [None, tile.lanes])[1])
+    elif tile.columns is not None and tile.columns <= _FEW_COLUMNS:
+        sch.unroll(inner)
 
 
 def _in_columns(sch: Schedule, num_columns: int, lanes: Sequence[int], parallel: bool) -> list[RowTile]:

@@ -13,6 +13,7 @@ from onnx import helper
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, Unchanged, rewrite
 from ansor_mlflow.graphs.operators import (
+    byte_sums,
     convolution,
     elementwise,
     indexing,
@@ -46,7 +47,7 @@ def rewrite_operators(
     `writes_out_steps` says whether recurrent layers of short sequences become nodes for each step, too, and
     `has_dot_products` whether the CPU adds products of bytes: then those stay integers.
     """
-    first = {**_FIRST, **quantized.OF_BYTES} if has_dot_products else _FIRST
+    first = {**_FIRST, **byte_sums.OF_BYTES} if has_dot_products else _FIRST
     others = {**_OTHERS, **recurrent.REWRITINGS} if writes_out_steps else _OTHERS
     return rewrite(rewrite(model, first), others)
 
@@ -56,7 +57,7 @@ def keep_bytes(model: onnx.ModelProto) -> onnx.ModelProto:
 
     To be called before constants are folded, which makes floats of weights of 8 bits.
     """
-    return rewrite(rewrite(rewrite(model, quantized.PRODUCTS), quantized.STEPS), quantized.REQUANTIZED)
+    return rewrite(rewrite(rewrite(model, quantized.PRODUCTS), byte_sums.STEPS), byte_sums.REQUANTIZED)
 
 
 def write_out_loops(model: onnx.ModelProto) -> onnx.ModelProto:

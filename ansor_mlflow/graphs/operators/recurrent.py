@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, Unchanged
-from ansor_mlflow.graphs.operators.quantized import PACK
+from ansor_mlflow.graphs.operators.byte_sums import PACK
 from ansor_mlflow.graphs.walk import attributes_of, input_of
 
 _MAX_STEPS = 64
