@@ -296,12 +296,14 @@ def test_what_follows_the_sums_is_not_unrolled_where_it_is_long(host_target: Tar
         [
             "conv2d:1,11,13,1,32,5,3,1,1,bias,relu",
             "dense:70,1,64,bias",
+            "conv2d:1,12,14,3,32,5,5,1,2,bias",
+            "conv2d:1,9,7,2,32,3,3,2,1,relu",
             "conv2d:1,1,600,1,1,1,64,2,0,bias",
             "conv2d:2,9,7,1,8,5,5,1,2",
         ]
     ),
 )
-def test_a_single_channel_has_vectors_along_what_is_summed(network: str, host_target: Target) -> None:
+def test_a_few_channels_have_vectors_along_what_is_summed(network: str, host_target: Target) -> None:
     task = conv_task(network, host_target)
     programs = programs_of(task.mod, host_target)
     assert programs.first_decision.startswith("dot product")

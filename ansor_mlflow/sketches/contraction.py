@@ -118,8 +118,11 @@ def has_sums(mod: IRModule) -> bool:
     return _REDUCTION in found
 
 
-def find_contraction(mod: IRModule, name: str = "") -> Contraction | None:
-    """The sum that a task's function is, or that of a block of that name; None where it is something else."""
+def find_contraction(mod: IRModule, name: str = "", packed: str = "") -> Contraction | None:
+    """The sum that a task's function is, or that of a block of that name; None where it is something else.
+
+    Elements of the buffer `packed` follow each other along vectors, as it will be packed so.
+    """
     from tvm.s_tir import Schedule
 
     if not is_made_of_blocks(mod["main"]):
@@ -146,7 +149,7 @@ def find_contraction(mod: IRModule, name: str = "") -> Contraction | None:
         return None
     # Along the vectors, elements of each operand follow each other, or are the same one; the last block alone writes
     # what no other block reads.
-    strides = [operand.stride(num_spatial - 1) for operand in operands]
+    strides = [1 if operand.buffer == packed else operand.stride(num_spatial - 1) for operand in operands]
     are_vectors = 1 in strides and set(strides) <= {0, 1} and strides.count(0) <= 1
     is_read = [bool(sch.get_consumers(block)) for block in blocks[place:]]
     after = [_num_elements(sch.get(block)) == prod(extents[:num_spatial]) for block in blocks[place + 1 :]]
@@ -177,6 +180,14 @@ def find_contraction(mod: IRModule, name: str = "") -> Contraction | None:
         num_bytes=_num_bytes(block.body.value.ty),
         result_bytes=_num_bytes(sch.get(blocks[-1]).writes[0].source.dtype),
         group=group,
+    )
+
+
+def is_layout_free(mod: IRModule, buffer: str) -> bool:
+    """Whether an argument of a task's function is a constant, which may be packed in another order."""
+    function = mod["main"]
+    return any(
+        str(function.params[int(place)].name) == buffer for place in function.attrs.get("layout_free_buffers", ())
     )
 
 

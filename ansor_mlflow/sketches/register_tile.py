@@ -24,7 +24,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.codegen import DOT_PRODUCTS, MATRIX_TILES, NUM_TILES, PACK, TILE_ROWS
-from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, Operand, find_contraction
+from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, Operand, find_contraction, is_layout_free
 from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, LINE_BYTES, Estimate, Machine, TileEstimate, most_packs
 from ansor_mlflow.sketches.tile import (
     MAX_COPIES,
@@ -65,6 +65,8 @@ _SMALL_WORK = 50_000
 _MAX_CHANNELS, _MIN_LANES, _MIN_VECTORS = 2, 4, 4
 """Elements of a vector of channels up to which one of summed elements is tried, its length, and how many vectors a sum
 has then: in the end their elements are added one after the other."""
+_FEW_CHANNELS = 3
+"""Channels of an image, which are no vector."""
 _MAX_TILES_OF_DATA, _MIN_HEIGHT, _MIN_PACKS = 3, 7, 7
 """Tiles of data beside those of weights and sums, and rows and packs of them from which AMX is worth its start."""
 _NUM_MICRO = 48
@@ -405,10 +407,12 @@ class DotTiling(RegisterTiling):
 
     name = "dot product"
 
-    def __init__(self, mod: IRModule, contraction: Contraction, machine: Machine, sums: Contraction) -> None:
+    def __init__(
+        self, mod: IRModule, contraction: Contraction, machine: Machine, sums: Contraction, packed: str
+    ) -> None:
         super().__init__(mod, contraction, machine)
-        self._whole = sums
-        """The function's own sums."""
+        self._whole, self._packed_buffer = sums, packed
+        """The function's own sums, and the weights that are packed along them; none, where they need not be."""
 
     @classmethod
     def find(cls, mod: IRModule, machine: Machine) -> DotTiling | None:
@@ -419,14 +423,18 @@ class DotTiling(RegisterTiling):
         if sums is None or sums.spread or power_of_two(sums.group, machine.lanes(sums.num_bytes)) > _MAX_CHANNELS:
             return None
         sch = Schedule(mod)
+        # Weights of a few channels, such as those of an image, are packed along what is summed.
+        weights, packed = sums.shared, ""
+        if weights is not None and sums.spatial[-1] <= _FEW_CHANNELS and is_layout_free(mod, weights.buffer):
+            packed = weights.buffer
         try:
-            block = _partial_sums(sch, sums, machine.lanes(sums.num_bytes))
+            block = _partial_sums(sch, sums, machine.lanes(sums.num_bytes), packed)
         except RuntimeError:  # TVM cannot split such a sum, though its checks let it pass
             return None
         if block is None:
             return None
-        partial = find_contraction(sch.mod, str(sch.get(block).name_hint))
-        return None if partial is None else cls(mod, partial, machine, sums)
+        partial = find_contraction(sch.mod, str(sch.get(block).name_hint), packed)
+        return None if partial is None else cls(mod, partial, machine, sums, packed)
 
     def _jobs(self, micro: tuple[int, int, int, int]) -> Iterator[RegisterTile]:
         """A job has all elements of a vector: two jobs with half of them each would add to one sum at once."""
@@ -435,7 +443,7 @@ class DotTiling(RegisterTiling):
                 yield tile
 
     def _sums(self, sch: Schedule) -> SBlockRV:
-        block = _partial_sums(sch, self._whole, self._widest)
+        block = _partial_sums(sch, self._whole, self._widest, self._packed_buffer)
         assert block is not None
         return block
 
@@ -454,12 +462,12 @@ class DotTiling(RegisterTiling):
             sch.reverse_compute_at(others[-1], job)
 
 
-def _partial_sums(sch: Schedule, sums: Contraction, widest: int) -> SBlockRV | None:
+def _partial_sums(sch: Schedule, sums: Contraction, widest: int, packed: str) -> SBlockRV | None:
     """Makes vectors of sums along a summed axis, whose block is returned; None where no axis is long enough."""
     num_spatial, num_terms = len(sums.spatial), prod(sums.reduction)
     for place, extent in enumerate(sums.reduction):
         lanes = power_of_two(extent, widest)
-        follows = all(operand.stride(num_spatial + place) == 1 for operand in sums.operands)
+        follows = all(operand.buffer == packed or operand.stride(num_spatial + place) == 1 for operand in sums.operands)
         if lanes < _MIN_LANES or num_terms < _MIN_VECTORS * lanes or not follows or len(sums.operands) < 2:
             continue
         loops = sch.get_loops(sch.get_sblock(sums.block))
