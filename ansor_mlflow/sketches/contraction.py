@@ -186,9 +186,8 @@ def find_contraction(mod: IRModule, name: str = "", packed: str = "") -> Contrac
 def is_layout_free(mod: IRModule, buffer: str) -> bool:
     """Whether an argument of a task's function is a constant, which may be packed in another order."""
     function = mod["main"]
-    return any(
-        str(function.params[int(place)].name) == buffer for place in function.attrs.get("layout_free_buffers", ())
-    )
+    places = map(int, function.attrs.get("layout_free_buffers", ()) if function.attrs is not None else ())
+    return any(str(function.params[place].name) == buffer for place in places)
 
 
 def adds_bytes(mod: IRModule) -> bool:
