@@ -31,7 +31,7 @@ _END_BYTES, _NO_BYTE = 1024, 256
 _SIDE, _STEP = 224, 24
 """Size of opennsfw's images, and pixels between the parts of a photograph."""
 _MEANS = np.array([104, 117, 123], np.float32)
-"""Of blue, green and red, which are subtracted."""
+"""What is subtracted from blue, green and red."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def test_another_loop_that_a_record_annotates_stays_a_loop() -> None:
 def test_bytes_are_rounded_as_they_are_converted(
     least: float, most: float, are_one: bool, lanes: int, host_target: Target
 ) -> None:
-    """In one instruction, ties to even, where it makes no difference whether what limits them comes before it."""
+    """One instruction does both, ties to even, where it makes no difference whether the limits come before it."""
     import tvm
     from tvm import te, tirx
     from tvm.driver import build

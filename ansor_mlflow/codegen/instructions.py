@@ -429,7 +429,8 @@ def _rounded(cast: Any) -> Any:
     rounding = least.a
     is_round = isinstance(rounding, Call) and getattr(rounding.op, "name", "") == "tirx.nearbyint"
     # Between whole numbers that an int32 holds it makes no difference whether the limits come first.
-    are_whole = all(limit is not None and limit.is_integer() for limit in map(_number_of, (least.b, most.b)))
+    limits = [_number_of(limit) for limit in (least.b, most.b)]
+    are_whole = all(limit is not None and limit.is_integer() and abs(limit) < 2**31 for limit in limits)
     if not is_round or not are_whole or not str(rounding.ty.dtype).startswith("float32"):
         return None
     limited = tirx.Min(tirx.Max(rounding.args[0], least.b), most.b)
