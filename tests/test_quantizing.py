@@ -161,6 +161,28 @@ def test_a_network_without_layers_is_refused(tmp_path: Path) -> None:
         quantize(load_network(str(tmp_path / "r.onnx")))
 
 
+@pytest.mark.parametrize(("shape", "number"), [((6,), 2), ((1, 6), 2), ((), 2), ((4, 6), 1)])
+def test_biases_of_products_have_many_shapes(shape: tuple[int, ...], number: int, tmp_path: Path) -> None:
+    """Only a vector, or what is one, is quantised with its product; (4, 8) -> (4, 6) -> (4, 6)."""
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(size=of).astype(np.float32) for of in ((8, 6), (6, 6), shape)]
+    names_of = ["first", "second", "bias"]
+    graph = helper.make_graph(
+        [helper.make_node("Gemm", ["x", "first", "bias"], ["h"]), helper.make_node("MatMul", ["h", "second"], ["y"])],
+        "products",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, (4, 8))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, (4, 6))],
+        [onnx.numpy_helper.from_array(value, name) for value, name in zip(weights, names_of, strict=True)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "products.onnx")
+    np.savez(tmp_path / "data.npz", x=rng.normal(size=(40, 8)).astype(np.float32))
+    made, found = quantize(load_network(str(tmp_path / "products.onnx")), data=str(tmp_path / "data.npz"))
+    assert sum(layer.is_quantized for layer in found.layers) == number
+    assert found.loss < 0.01
+    assert num_quantized(made) == number
+
+
 @pytest.mark.parametrize(("name", "expected"), [("cosine", 0.0), ("relative_error", 0.0), ("disagreement", 0.0)])
 def test_equal_outputs_lose_nothing(name: str, expected: float) -> None:
     outputs = [{"y": np.array([[1.0, 2.0, np.inf]], np.float32), "n": np.array([3])} for _ in range(2)]

@@ -193,15 +193,15 @@ def _are_tiny(values: np.ndarray) -> np.ndarray:
     return is_tiny
 
 
-def raise_opset(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A model with operators of version 11 at least; the model itself where it is new enough, or cannot be converted.
+def raise_opset(model: onnx.ModelProto, least: int = _OLDEST_OPSET) -> onnx.ModelProto:
+    """A model with operators of a version at least; the model itself where it is new enough, or cannot be converted.
 
     TVM reads most older operators, but neither Slice nor Upsample by their attributes.
     """
-    if opset_version(model) >= _OLDEST_OPSET:
+    if opset_version(model) >= least:
         return model
     try:
-        raised = without_numbers(model, lambda light: version_converter.convert_version(light, _OLDEST_OPSET))
+        raised = without_numbers(model, lambda light: version_converter.convert_version(light, least))
     except Exception:  # noqa: BLE001  it raises errors of many kinds for what it does not know
         return model
     del raised.graph.value_info[:]  # a mask of Dropout was of floats

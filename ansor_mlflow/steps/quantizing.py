@@ -13,16 +13,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnx
+from onnx import numpy_helper
 
 from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, one_line
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import Report, Reported, Table, figure
-from ansor_mlflow.graphs import flops_of_nodes
+from ansor_mlflow.graphs import attributes_of, flops_of_nodes, opset_version, raise_opset
 from ansor_mlflow.measuring import Loss, choose_examples, find_loss, reference_inference
 from ansor_mlflow.networks import Network, read_network, write_onnx
 from ansor_mlflow.parameters import QuantizeNetworkOptions, QuantizeOptions
@@ -37,10 +40,14 @@ _log = logging.getLogger("ansor_mlflow")
 _LAYERS = ("Conv", "Gemm", "MatMul")
 """Operators that are computed in 8 bits: those with nearly all operations."""
 _BETWEEN = ("Add", "AveragePool", "Clip", "Concat", "MaxPool", "Relu")
-"""What is between convolutions is 8 bits as well: a quarter of the memory, and what runtimes fuse with them."""
+"""What is 8 bits as well where all that it takes comes of convolutions: a quarter of the memory, and what runtimes fuse
+with them.
+"""
 DYNAMIC = "dynamic"
 _METHODS = {"minmax": "MinMax", "percentile": "Percentile", "entropy": "Entropy"}
 """How a range follows from the values that were seen, the cheapest first, and ONNX Runtime's names of it."""
+_OPSET_OF_CHANNELS = 13
+"""Version of ONNX's operators from which on there is a scale for each channel."""
 _INPUTS_AT_A_TIME = 4
 _MAX_EXAMPLES = 100
 """Inputs that ranges are measured with, and that judge a network: more change little."""
@@ -223,16 +230,37 @@ def _quantize(job: _QuantizationJob) -> Quantization:
 
 
 def _prepared(network: Path, scratch: Path) -> Path:
-    """The network with constants folded and batch normalisations in the layers before them, and names of its nodes."""
+    """The network with constants folded and batch normalisations in the layers before them, names of its nodes, and
+    biases that are vectors, as ONNX Runtime's tools take no row of a matrix.
+    """
     from onnxruntime.quantization import quant_pre_process
 
     path = scratch / "float.onnx"
-    quant_pre_process(str(network), str(path), skip_symbolic_shape=True)
+    onnx.save(raise_opset(onnx.load(network), _OPSET_OF_CHANNELS), path)
+    quant_pre_process(str(path), str(path), skip_symbolic_shape=True)
     model = onnx.load(path)
+    weights = {weight.name: weight for weight in model.graph.initializer}
     for number, node in enumerate(model.graph.node):
         node.name = f"{number} {node.op_type}"
+        if node.op_type == "Gemm" and len(node.input) == 3 and all(name in weights for name in node.input[1:]):
+            _, weight, bias = node.input
+            is_transposed = bool(attributes_of(node).get("transB", 0))
+            _make_vector(weights[bias], channels=weights[weight].dims[not is_transposed])
     onnx.save(model, path)
     return path
+
+
+def _is_layer(node: onnx.NodeProto, num_axes: dict[str, int]) -> bool:
+    """Whether a node has constant weights, and no matrix as a bias; constants are given with their numbers of axes."""
+    are_constant = node.op_type in _LAYERS and node.input[1] in num_axes
+    return are_constant and all(num_axes.get(bias, 1) == 1 for bias in node.input[2:])
+
+
+def _make_vector(bias: onnx.TensorProto, channels: int) -> None:
+    """Makes a vector of a bias that is the same for all rows."""
+    if prod(bias.dims[:-1]) == 1:
+        vector = np.broadcast_to(numpy_helper.to_array(bias).reshape(-1), channels)
+        bias.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(vector), bias.name))
 
 
 class _QuantizationSearch:
@@ -252,14 +280,14 @@ class _QuantizationSearch:
         self._loss: Loss = find_loss(contract.loss)
         self._give_up_s = time.monotonic() + 60 * contract.minutes
         model = onnx.load(network)
-        weights = {weight.name for weight in model.graph.initializer}
+        num_axes = {weight.name: len(weight.dims) for weight in model.graph.initializer}
         flops = zip(model.graph.node, flops_of_nodes(onnx.shape_inference.infer_shapes(model)), strict=True)
         # A product of two computed tensors, as in an attention, loses much and is soon done.
-        found = [(node, number) for node, number in flops if node.op_type in _LAYERS and node.input[1] in weights]
+        found = [(node, number) for node, number in flops if _is_layer(node, num_axes)]
         total = sum(number for _, number in found) or 1.0
+        self._per_channel = opset_version(model) >= _OPSET_OF_CHANNELS
         self._layers = [LayerLoss(node.name, node.op_type, number / total) for node, number in found]
-        has_images = any(layer.op_type == "Conv" for layer in self._layers)
-        self._between = [node.name for node in model.graph.node if node.op_type in _BETWEEN and has_images]
+        self._nodes, self._constants = list(model.graph.node), set(num_axes)
         self._candidates: list[QuantizedCandidate] = []
 
     def run(self, quantized: Path) -> Quantization:
@@ -292,8 +320,11 @@ class _QuantizationSearch:
 
     def _floats(self, calibration: str) -> list[str]:
         """The fewest layers that stay floats, those first that lose most by themselves."""
-        self._layers = [replace(layer, loss=self._loss_of(layer, calibration)) for layer in self._layers]
-        worst = [layer.name for layer in sorted(self._layers, key=lambda layer: layer.loss or 0.0, reverse=True)]
+        # A share of the inputs is nothing for most layers, and an error tells them apart.
+        losses = [self._losses_of(layer, calibration) or (None, 0.0) for layer in self._layers]
+        self._layers = [replace(layer, loss=loss) for layer, (loss, _) in zip(self._layers, losses, strict=True)]
+        ranks = {layer.name: (loss or 0.0, error) for layer, (loss, error) in zip(self._layers, losses, strict=True)}
+        worst = sorted(ranks, key=lambda name: ranks[name], reverse=True)
         # More floats lose less, nearly always, so that half of what is left is tried again and again.
         numbers = range(1, len(worst))
         keeps = lambda number: self._try(calibration, worst[:number]).loss <= self._contract.max_loss  # noqa: E731
@@ -306,12 +337,13 @@ class _QuantizationSearch:
             )
         return worst[:number]
 
-    def _loss_of(self, layer: LayerLoss, calibration: str) -> float | None:
-        """What is lost where one layer is quantised."""
+    def _losses_of(self, layer: LayerLoss, calibration: str) -> tuple[float, float] | None:
+        """What is lost where one layer is quantised, and the relative error of it; None where there is no time."""
         if time.monotonic() > self._give_up_s:
             return None
         others = [other.name for other in self._layers if other is not layer]
-        return self._judge(self._write(calibration, others))
+        outputs = self._run(self._write(calibration, others))
+        return self._loss(self._expected, outputs), find_loss("relative_error")(self._expected, outputs)
 
     def _try(self, calibration: str, floats: Sequence[str]) -> QuantizedCandidate:
         kept = set(floats)
@@ -338,9 +370,9 @@ class _QuantizationSearch:
         path = self._scratch / "quantized.onnx"
         layers = [layer.name for layer in self._layers if layer.name not in floats]
         common: dict[str, Any] = {
-            "nodes_to_quantize": layers if len(layers) == 1 else [*layers, *self._between],
+            "nodes_to_quantize": [*layers, *self._between(set(layers))],
             "op_types_to_quantize": [*_LAYERS, *_BETWEEN],
-            "per_channel": True,
+            "per_channel": self._per_channel,
             "weight_type": QuantType.QInt8,
         }
         if calibration == DYNAMIC:
@@ -359,6 +391,19 @@ class _QuantizationSearch:
             **common,
         )
         return path
+
+    def _between(self, layers: set[str]) -> list[str]:
+        """What follows nothing but quantised convolutions."""
+        found: list[str] = []
+        quantized: set[str] = set()
+        for node in self._nodes:
+            computed = {name for name in node.input if name} - self._constants
+            of_bytes = node.op_type in _BETWEEN and computed <= quantized
+            if of_bytes:
+                found.append(node.name)
+            if of_bytes or (node.op_type == "Conv" and node.name in layers):
+                quantized.update(node.output)
+        return found
 
     def _measure(self, method: CalibrationMethod, ranges: Path) -> None:
         """Writes the ranges of activations; a few inputs at a time, as ONNX Runtime keeps all activations of a call."""
