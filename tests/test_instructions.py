@@ -1,19 +1,25 @@
-"""Instructions for bytes: `vpdpbusd` and the tiles of AMX, which compute what loops do, on CPUs that have them."""
+"""Instructions for bytes and bfloat16: `vpdpbusd` and the tiles of AMX, which compute what loops do, on CPUs that have
+them.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import ml_dtypes
 import numpy as np
 import pytest
+import tvm
 from helpers.exports import make_model, tensor
 from helpers.programs import assert_same, program_of, programs_of
 from onnx import TensorProto, helper
+from tvm.driver import build
 
 from ansor_mlflow.codegen import DOT_PRODUCTS, MATRIX_TILES, TILE_ROWS, tir_pipeline
 from ansor_mlflow.device import cpu, has_matrix_tiles
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.lowering import lower
+from ansor_mlflow.settings import LoweringSettings
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -22,7 +28,6 @@ if TYPE_CHECKING:
 
 def byte_product(rows: int, terms: int, columns: int) -> IRModule:
     """The product of matrices of unsigned and signed bytes, scaled."""
-    import tvm
     from tvm import te
 
     data, weight = te.placeholder((rows, terms), "uint8", "data"), te.placeholder((terms, columns), "int8", "weight")
@@ -52,8 +57,6 @@ def test_sums_of_bytes_are_added_four_at_a_time(rows: int, terms: int, columns: 
 
 @pytest.mark.parametrize(("cpu", "register"), [("znver4", "%zmm"), ("sierraforest", "%ymm")])
 def test_the_instruction_for_bytes_keeps_its_sums_in_registers(cpu: str, register: str) -> None:
-    from tvm.driver import build
-
     target = resolve_target(f"llvm -mcpu={cpu}", 1)
     programs = programs_of(byte_product(26, 64, 64), target)
     library = build(program_of(programs, programs.tiles[0]).mod, target=target, pipeline=tir_pipeline(target))
@@ -65,7 +68,6 @@ def test_the_instruction_for_bytes_keeps_its_sums_in_registers(cpu: str, registe
 
 def test_another_loop_that_a_record_annotates_stays_a_loop() -> None:
     """The instruction would read what is no pack of bytes."""
-    from tvm.driver import build
     from tvm.s_tir import Schedule
 
     target = resolve_target("llvm -mcpu=znver4", 1)
@@ -86,9 +88,7 @@ def test_bytes_are_rounded_as_they_are_converted(
     least: float, most: float, are_one: bool, lanes: int, host_target: Target
 ) -> None:
     """One instruction does both, ties to even, where it makes no difference whether the limits come before it."""
-    import tvm
     from tvm import te, tirx
-    from tvm.driver import build
     from tvm.s_tir import Schedule
 
     dtype, limits = "int8" if least < 0 else "uint8", [tirx.const(limit, "float32") for limit in (least, most)]
@@ -166,8 +166,6 @@ def test_convolutions_in_tiles_are_right(
 
 
 def test_tiles_are_configured_once_for_a_job_and_keep_their_sums() -> None:
-    from tvm.driver import build
-
     target = resolve_target(AMX, 2)
     programs = programs_of(byte_product(128, 256, 256), target)
     tile = programs.tiles[0]
@@ -190,7 +188,6 @@ def test_what_tiles_are_too_large_for_has_vectors(rows: int, terms: int) -> None
 
 def test_another_loop_that_a_record_makes_a_product_of_tiles_stays_a_loop() -> None:
     """It would be read as what it is not: too many rows for a tile, vectors of another length, floats."""
-    from tvm.driver import build
     from tvm.s_tir import Schedule
 
     target = resolve_target(AMX, 1)
@@ -205,10 +202,76 @@ def test_another_loop_that_a_record_makes_a_product_of_tiles_stays_a_loop() -> N
         assert "tdpbusd" not in library.inspect_source("ll")
 
 
+def convolution_of_bfloat16(size: int, channels: int, kernel: int, stride: int, outputs: int) -> IRModule:
+    """The task of a padded Conv that computes in bfloat16."""
+    weights = np.random.default_rng(0).normal(size=(outputs, channels, kernel, kernel)).astype(np.float32)
+    node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[kernel // 2] * 4, strides=[stride] * 2)
+    side = (size + 2 * (kernel // 2) - kernel) // stride + 1
+    shapes = (1, channels, size, size), (1, outputs, side, side)
+    model = make_model([node], [tensor("x", shapes[0])], [tensor("y", shapes[1])], {"w": weights})
+    tasks = lower(model, resolve_target(AMX, 2), LoweringSettings(dtype="bfloat16", algorithm="direct")).tasks
+    return max(tasks, key=lambda task: task.info.flops).mod
+
+
+@pytest.mark.parametrize(
+    ("size", "channels", "kernel", "stride", "outputs"),
+    [(14, 64, 3, 1, 32), (14, 32, 3, 2, 48), (7, 96, 1, 1, 64), (32, 3, 7, 2, 32), (9, 3, 8, 1, 16)],
+)
+def test_bfloat16_is_multiplied_in_tiles(
+    size: int, channels: int, kernel: int, stride: int, outputs: int, host_target: Target
+) -> None:
+    """Also that of an image, whose channels become even; padded copies have 16 bits."""
+    mod, target = convolution_of_bfloat16(size, channels, kernel, stride, outputs), resolve_target(AMX, 2)
+    programs = programs_of(mod, target)
+    assert programs.first_decision.startswith("matrix tile")
+    for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
+        program = program_of(programs, tile)
+        assert programs.tile_of(program) == tile
+        for each in (host_target, resolve_target("llvm -mcpu=x86-64", 2)):
+            assert_same(mod, program.mod, each, tolerance=2**-8)  # a step of it
+    library = build(program_of(programs, programs.tiles[0]).mod, target=target, pipeline=tir_pipeline(target))
+    assert library.inspect_source("asm").count("tdpbf16ps") >= programs.tiles[0].vectors * programs.tiles[0].rows
+
+
+def test_computed_products_of_bfloat16_have_vectors() -> None:
+    """Only constants can be packed for tiles; an attention has none."""
+    from tvm import te
+
+    a, b = (te.placeholder((64, 64), "bfloat16", name) for name in "ab")
+    k = te.reduce_axis((0, 64), "k")
+    total = te.compute(
+        (64, 64), lambda i, j: te.sum(a[i, k].astype("float32") * b[k, j].astype("float32"), axis=k), "product"
+    )
+    mod = tvm.IRModule({"main": te.create_prim_func([a, b, total]).with_attr("global_symbol", "main")})
+    assert programs_of(mod, resolve_target(AMX, 2)).first_decision.startswith("register tile")
+
+
+@pytest.mark.parametrize("lanes", [1, 8, 16])
+@pytest.mark.parametrize("cpu_name", ["", "x86-64"])
+def test_floats_are_rounded_to_bfloat16(lanes: int, cpu_name: str, host_target: Target) -> None:
+    """Ties to even, in an instruction where there is one."""
+    from tvm import te
+    from tvm.s_tir import Schedule
+
+    x = te.placeholder((32,), "float32", "x")
+    y = te.compute((32,), lambda i: x[i].astype("bfloat16"), "y")
+    sch = Schedule(tvm.IRModule({"main": te.create_prim_func([x, y]).with_attr("global_symbol", "main")}))
+    if lanes > 1:
+        sch.vectorize(sch.split(sch.get_loops(sch.get_sblock("y"))[0], [None, lanes])[1])
+    amx, target = resolve_target(AMX, 1), resolve_target(f"llvm -mcpu={cpu_name}", 1) if cpu_name else host_target
+    code = build(sch.mod, target=amx, pipeline=tir_pipeline(amx)).inspect_source("asm")
+    assert ("vcvtneps2bf16" in code) == (lanes > 1)
+    steps = 1 + np.arange(16, dtype=np.float32) / 512  # half of bfloat16's steps, of which every other one is a tie
+    values = np.float32([*steps, *-steps[:8], 0.0, -0.0, 3.3e38, np.inf, -np.inf, np.nan, 1e-30, 2.0**-126])
+    found = tvm.runtime.tensor(np.zeros(32, ml_dtypes.bfloat16))
+    build(sch.mod, target=target, pipeline=tir_pipeline(target))["main"](tvm.runtime.tensor(values), found)
+    np.testing.assert_array_equal(
+        found.numpy().astype(np.float32), values.astype(ml_dtypes.bfloat16).astype(np.float32)
+    )
+
+
 @pytest.mark.parametrize("is_granted", [True, False])
 def test_a_host_has_tiles_where_linux_grants_them(is_granted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever LLVM thinks of a CPU of that name."""
-    import tvm
-
     monkeypatch.setattr(cpu, "_may_use_tiles", lambda: is_granted)
     assert has_matrix_tiles(tvm.target.Target(cpu.host_attributes())) == is_granted

@@ -18,9 +18,12 @@ DOT_PRODUCTS = "ansor_mlflow.dot_products"
 """Annotation of a loop over the elements of a vector, to each of which an instruction adds `PACK` products of bytes."""
 MATRIX_TILES = "ansor_mlflow.matrix_tiles"
 """Annotation of the outermost loop over what is summed, around loops that are products of AMX's tiles."""
-PACK = 4
+PACK_BYTES = 4
+"""Size of what is multiplied with as much and added to one sum: four bytes, or two of bfloat16."""
+PACK = PACK_BYTES
+"""Bytes of a pack."""
 TILE_ROWS = 16
-"""Rows of a tile, each of 64 bytes: 16 sums, or 16 packs of bytes."""
+"""Rows of a tile, each of 64 bytes: 16 sums, or 16 packs."""
 NUM_TILES = 8
 _DOT_LANES = (4, 8, 16)
 _ROW_BYTES = 64
@@ -49,30 +52,52 @@ def _dot_products(loop: Any) -> Any:
     """
     from tvm import tirx
 
-    extents, loads = _product_of_bytes(loop) or ({}, {})
+    extents, product = _product(loop) or ({}, None)
     lanes = int(loop.extent)
+    if product is None or not product.of_bytes:
+        return None
     if list(extents.values()) != [lanes, PACK] or lanes not in _DOT_LANES:
         return None
-    variables, strides = list(extents), {"int8": (PACK, 1), "uint8": (0, 1), "int32": (1, 0)}
-    if any(_strides(load.indices, variables) != strides[dtype] for dtype, load in loads.items()):
+    variables = list(extents)
+    if product.strides(variables) != ((1, 0), (0, 1), (PACK, 1)):
         return None
 
-    def vector(dtype: str, result: str, number: int) -> Any:
-        place = tirx.Ramp(_start(loads[dtype], variables), 1, number)
-        return tirx.reinterpret(result, tirx.BufferLoad(loads[dtype].source, [place]))
+    def vector(load: Any, result: str, number: int) -> Any:
+        place = tirx.Ramp(_start(load, variables), 1, number)
+        return tirx.reinterpret(result, tirx.BufferLoad(load.source, [place]))
 
-    pack = tirx.reinterpret(f"int8x{PACK * lanes}", tirx.Broadcast(vector("uint8", "int32", PACK), lanes))
-    packs = vector("int8", f"int8x{PACK * lanes}", PACK * lanes)
-    sums = vector("int32", f"int32x{lanes}", lanes)
+    pack = tirx.reinterpret(f"int8x{PACK * lanes}", tirx.Broadcast(vector(product.data, "int32", PACK), lanes))
+    packs = vector(product.weights, f"int8x{PACK * lanes}", PACK * lanes)
+    sums = vector(product.sums, f"int32x{lanes}", lanes)
     name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
     total = tirx.call_llvm_pure_intrin(f"int32x{lanes}", name, sums, pack, packs)
-    return tirx.BufferStore(loads["int32"].source, total, [tirx.Ramp(_start(loads["int32"], variables), 1, lanes)])
+    return tirx.BufferStore(product.sums.source, total, [tirx.Ramp(_start(product.sums, variables), 1, lanes)])
 
 
-def _product_of_bytes(loop: Any) -> tuple[dict[Any, int], dict[str, Any]] | None:
-    """Nested loops around nothing but `sums += data · weights`, of bytes: the extents by variable, from the outermost
-    on, and the loads by type; None of others.
-    """
+@dataclass(frozen=True)
+class _Product:
+    """What a statement `sums += data · weights` loads: of unsigned and signed bytes, or of bfloat16."""
+
+    sums: Any
+    data: Any
+    weights: Any
+
+    @property
+    def of_bytes(self) -> bool:
+        return str(self.sums.ty.dtype) == "int32"
+
+    @property
+    def pack(self) -> int:
+        """Elements of a pack."""
+        return PACK if self.of_bytes else PACK_BYTES // 2
+
+    def strides(self, variables: Sequence[Any]) -> tuple[tuple[int, ...] | None, ...]:
+        """The distances in memory along variables of each of the loads."""
+        return tuple(_strides(load.indices, variables) for load in (self.sums, self.data, self.weights))
+
+
+def _product(loop: Any) -> tuple[dict[Any, int], _Product] | None:
+    """Nested loops around nothing but a product: the extents by variable, from the outermost on; None of others."""
     from tvm import tirx
     from tvm.ir import TensorLoad
     from tvm_ffi import structural_equal
@@ -80,15 +105,32 @@ def _product_of_bytes(loop: Any) -> tuple[dict[Any, int], dict[str, Any]] | None
     extents, store = _nest(loop)
     if not isinstance(store, tirx.BufferStore) or not isinstance(store.value, tirx.Add):
         return None
-    product = store.value.b
-    if not isinstance(product, tirx.Mul) or not all(isinstance(each, tirx.Cast) for each in (product.a, product.b)):
+    total, product = store.value.a, store.value.b
+    if not isinstance(product, tirx.Mul):
         return None
-    found = (product.a.value, product.b.value, store.value.a)
-    if not all(isinstance(load, TensorLoad) and len(load.indices) == 1 for load in found):
+    factors = [_narrow(product.a), _narrow(product.b)]
+    if not all(isinstance(load, TensorLoad) and len(load.indices) == 1 for load in (*factors, total)):
         return None
-    loads = {str(load.ty.dtype): load for load in found}
-    is_sum = store.buffer.same_as(found[-1].source) and structural_equal(store.indices, found[-1].indices)
-    return (extents, loads) if is_sum and set(loads) == {"int8", "uint8", "int32"} else None
+    if not store.buffer.same_as(total.source) or not structural_equal(store.indices, total.indices):
+        return None
+    dtypes = (str(total.ty.dtype), *(str(load.ty.dtype) for load in factors))
+    if dtypes == ("int32", "int8", "uint8"):
+        factors.reverse()
+    are_known = dtypes in (("int32", "uint8", "int8"), ("int32", "int8", "uint8"), ("float32", "uint16", "uint16"))
+    return (extents, _Product(total, *factors)) if are_known else None
+
+
+def _narrow(value: Any) -> Any:
+    """The bytes of which a value is a conversion, or the bits of bfloat16, which TVM makes floats by a shift."""
+    from tvm import tirx
+    from tvm.ir import Call
+
+    if isinstance(value, tirx.Cast):
+        return value.value
+    shift = value.args[0] if isinstance(value, Call) and getattr(value.op, "name", "") == "tirx.reinterpret" else None
+    if not isinstance(shift, tirx.LShift) or not isinstance(shift.a, tirx.Cast) or int(shift.b) != 16:
+        return None
+    return shift.a.value
 
 
 def _nest(statement: Any) -> tuple[dict[Any, int], Any]:
@@ -168,7 +210,7 @@ class _TileAxis:
 class _TileProduct:
     """A product of matrices by tiles, whose sums stay in them."""
 
-    loads: dict[str, Any]
+    factors: _Product
     columns: _TileAxis
     """The rows of the data's tiles, and of those of sums."""
     rows: tuple[_TileAxis, ...]
@@ -185,26 +227,28 @@ class _TileProduct:
     @staticmethod
     def of(loop: Any) -> _TileProduct | None:
         """The product that nested loops are; None of others, and of those that need more tiles than there are."""
-        extents, loads = _product_of_bytes(loop) or ({}, {})
-        variables = list(extents)
-        found = [_strides(loads[dtype].indices, variables) for dtype in ("int32", "uint8", "int8") if loads]
+        extents, factors = _product(loop) or ({}, None)
+        if factors is None:
+            return None
+        variables, pack = list(extents), factors.pack
+        found = factors.strides(variables)
         strides = [of_load for of_load in found if of_load is not None]
         if not variables or len(strides) != len(found):
             return None
         of_axes = zip(*strides, strict=True)
         axes = [_TileAxis(var, extents[var], *each) for var, each in zip(variables, of_axes, strict=True)]
         by_kind = {axis: (axis.extent, axis.sums, axis.data, axis.weights) for axis in axes}
-        inside = [axis for axis, kind in by_kind.items() if kind in ((TILE_ROWS, 1, 0, PACK), (PACK, 0, 1, 1))]
+        inside = [axis for axis, kind in by_kind.items() if kind in ((TILE_ROWS, 1, 0, pack), (pack, 0, 1, 1))]
         others = [axis for axis in axes if axis not in inside]
         terms = [axis for axis in others if not axis.sums]
-        packs = [axis for axis in terms if axis.data == PACK and axis.extent <= TILE_ROWS]
+        packs = [axis for axis in terms if axis.data == pack and axis.extent <= TILE_ROWS]
         vectors = [axis for axis in others if axis.sums and axis.weights and not axis.data]
         free = [axis for axis in others if axis.sums and axis.data and not axis.weights]
         are_all = len(inside) == 2 and len(others) == len(terms) + len(vectors) + len(free)
         if not are_all or not packs or not free:
             return None
         product = _TileProduct(
-            loads=loads,
+            factors=factors,
             columns=free[-1],
             rows=tuple(free[:-1]),
             vectors=tuple(vectors),
@@ -240,7 +284,9 @@ class _TileProduct:
         """The 64 bytes that say how large the tiles are, as Intel's manual of AMX describes them for palette 1."""
         num_data = len(self.data)
         num_weights = NUM_TILES - self.num_sums - num_data
-        shapes = [(self.height, _ROW_BYTES)] * self.num_sums + [(self.height, PACK * self.packs.extent)] * num_data
+        shapes = [(self.height, _ROW_BYTES)] * self.num_sums + [
+            (self.height, PACK_BYTES * self.packs.extent)
+        ] * num_data
         shapes += [(self.packs.extent, _ROW_BYTES)] * num_weights
         row_bytes = [byte for _, width in shapes for byte in (width, 0)]
         return (1, *[0] * 15, *row_bytes, *[0] * 16, *(rows for rows, _ in shapes), *[0] * 8)
@@ -249,29 +295,38 @@ class _TileProduct:
         """The product in instructions, added to sums, or in the place of zeros."""
         from tvm import tirx
 
+        factors, num_bytes = self.factors, PACK_BYTES // self.factors.pack
+        multiply = "tdpbusd" if factors.of_bytes else "tdpbf16ps"
         first_data, first_weights = self.num_sums, self.num_sums + len(self.data)
         offsets = [row.sums + column.sums for row in self.data for column in self.weights]
-        sums = [(tile, self._address("int32", offset), 4 * self.columns.sums) for tile, offset in enumerate(offsets)]
+        sums = [
+            (tile, self._address(factors.sums, offset), 4 * self.columns.sums) for tile, offset in enumerate(offsets)
+        ]
         body = [
-            _move("tileloadd64", first_data + number, self._address("uint8", place.data), self.columns.data)
+            _move(
+                "tileloadd64",
+                first_data + number,
+                self._address(factors.data, place.data),
+                num_bytes * self.columns.data,
+            )
             for number, place in enumerate(self.data)
         ]
         for number, place in enumerate(self.weights):
             tile = first_weights + number % (NUM_TILES - first_weights)
-            body.append(_move("tileloadd64", tile, self._address("int8", place.weights), self.packs.weights))
+            address = self._address(factors.weights, place.weights)
+            body.append(_move("tileloadd64", tile, address, num_bytes * self.packs.weights))
             for row in range(len(self.data)):
-                body.append(_compute("tdpbusd", row * len(self.weights) + number, first_data + row, tile))
+                body.append(_compute(multiply, row * len(self.weights) + number, first_data + row, tile))
         product = tirx.SeqStmt(body)
         for axis in reversed(self.terms):
             product = tirx.For(axis.variable, 0, axis.extent, tirx.ForKind.SERIAL, product)
         first = [_compute("tilezero", tile) if are_zero else _move("tileloadd64", tile, *of) for tile, *of in sums]
         return [*first, product, *(_move("tilestored64", *each) for each in sums)]
 
-    def _address(self, dtype: str, offset: int) -> Any:
+    def _address(self, load: Any, offset: int) -> Any:
         """Where a tile begins, in each iteration over the terms."""
         from tvm import tirx
 
-        load = self.loads[dtype]
         return tirx.address_of(tirx.BufferLoad(load.source, [_start(load, self.inner) + offset]))
 
 
@@ -375,12 +430,13 @@ def _clears(statement: Any, product: _TileProduct) -> bool:
     from tvm import tirx
 
     extents, store = _nest(statement)
-    if not isinstance(store, tirx.BufferStore) or not store.buffer.same_as(product.loads["int32"].source):
+    if not isinstance(store, tirx.BufferStore) or not store.buffer.same_as(product.factors.sums.source):
         return False
     is_vector = isinstance(store.value, tirx.Broadcast)
     value, lanes = (store.value.value, int(store.value.lanes)) if is_vector else (store.value, 1)
     num_sums = product.num_sums * product.height * TILE_ROWS
-    return isinstance(value, tirx.IntImm) and not int(value) and prod(extents.values()) * lanes == num_sums
+    is_zero = isinstance(value, (tirx.IntImm, tirx.FloatImm)) and not value.value
+    return is_zero and prod(extents.values()) * lanes == num_sums
 
 
 def _configured(configuration: tuple[int, ...] | None, statements: list[Any]) -> list[Any]:
@@ -404,15 +460,48 @@ def with_conversions_that_round(func: Any, _mod: Any, _context: Any) -> Any:
     TVM rounds, in two instructions for a vector, and converts then by cutting off: a quarter of what follows the sums
     of a quantised layer.
     """
-    from tvm.tirx import Cast
+    from tvm.tirx import AttrStmt, Cast
     from tvm_ffi import structural_mutate
+
+    has_bfloat16 = has_matrix_tiles(func.attrs["target"])
 
     def visit(cast: Any, mutator: Any) -> Any:
         cast = mutator.default_mutate(cast)
-        found = _rounded(cast)
+        found = _as_bfloat16(cast) if has_bfloat16 and str(cast.ty.dtype).startswith("uint16") else _rounded(cast)
         return cast if found is None else found
 
-    return func.with_body(structural_mutate(func.body, (Cast, visit)))
+    body = structural_mutate(func.body, (Cast, visit))
+    return func.with_body(AttrStmt(0, "pragma_import_llvm", _TO_BFLOAT16, body) if has_bfloat16 else body)
+
+
+# TVM's code generator has no type for bfloat16, but takes functions in LLVM's own language.
+_TO_BFLOAT16 = "".join(
+    f"""
+define linkonce_odr <{lanes} x i16> @to_bfloat16_{lanes}(<{lanes} x float> %value) alwaysinline {{
+  %narrow = fptrunc <{lanes} x float> %value to <{lanes} x bfloat>
+  %bits = bitcast <{lanes} x bfloat> %narrow to <{lanes} x i16>
+  ret <{lanes} x i16> %bits
+}}
+"""
+    for lanes in (8, 16)
+)
+
+
+def _as_bfloat16(cast: Any) -> Any:
+    """The bits of bfloat16 that TVM computes of a float by adding, with the instruction for it; None of others."""
+    from tvm import tirx
+    from tvm.ir import Call
+
+    shift = cast.value
+    if not isinstance(shift, tirx.RShift) or _number_of(shift.b) != 16 or not isinstance(shift.a, tirx.Add):
+        return None
+    bits = shift.a.a
+    if not isinstance(bits, Call) or getattr(bits.op, "name", "") != "tirx.reinterpret":
+        return None
+    value, (kind, _, lanes) = bits.args[0], str(cast.ty.dtype).partition("x")
+    if kind != "uint16" or lanes not in ("8", "16") or str(value.ty.dtype) != f"float32x{lanes}":
+        return None
+    return tirx.call_pure_extern(f"uint16x{lanes}", f"to_bfloat16_{lanes}", value)
 
 
 def _rounded(cast: Any) -> Any:
@@ -438,9 +527,69 @@ def _rounded(cast: Any) -> Any:
     return tirx.Cast(cast.ty, tirx.call_llvm_pure_intrin(integers, "llvm.lrint", limited))
 
 
+def with_copies_of_bfloat16(func: Any, _mod: Any, _context: Any) -> Any:
+    """A function whose copies of bfloat16, as of a padded image, are of its bits: TVM would make float32 of them, twice
+    as many bytes, of which AMX has no products.
+    """
+    from tvm import tirx
+    from tvm.ir import TensorLoad
+    from tvm.s_tir import SBlock
+    from tvm_ffi import structural_mutate, structural_walk
+
+    own: list[Any] = []
+    structural_walk(func.body, (SBlock, lambda block: own.extend(block.alloc_buffers)))
+    copies = {
+        each: tirx.decl_buffer(each.shape, "uint16", each.name, scope=each.scope())
+        for each in own
+        if str(each.dtype) == "bfloat16"
+    }
+
+    def check(store: Any) -> None:
+        if store.buffer in copies and _bits_of(store.value) is None:
+            del copies[store.buffer]
+
+    structural_walk(func.body, (tirx.BufferStore, check))
+    if not copies:
+        return func
+
+    def of_load(load: Any, mutator: Any) -> Any:
+        load = mutator.default_mutate(load) if load.source not in copies else load
+        if load.source not in copies:
+            return load
+        return tirx.reinterpret("bfloat16", tirx.BufferLoad(copies[load.source], load.indices))
+
+    def of_store(store: Any, mutator: Any) -> Any:
+        if store.buffer not in copies:
+            return mutator.default_mutate(store)
+        return tirx.BufferStore(copies[store.buffer], mutator.mutate(_bits_of(store.value)), store.indices)
+
+    visitors = [
+        (TensorLoad, of_load),
+        (tirx.BufferStore, of_store),
+        (tirx.Var, lambda var, _mutator: copies.get(var, var)),
+    ]
+    return func.with_body(structural_mutate(func.body, visitors))
+
+
+def _bits_of(value: Any) -> Any:
+    """The bits of what is copied, as uint16; None where it is computed."""
+    from tvm import tirx
+    from tvm.ir import Call, TensorLoad
+
+    if isinstance(value, TensorLoad):
+        return tirx.reinterpret("uint16", value)
+    if isinstance(value, tirx.FloatImm):
+        return None if value.value else tirx.const(0, "uint16")
+    if isinstance(value, Call) and getattr(value.op, "name", "") == "prim.if_then_else":
+        condition, *values = value.args
+        bits = [_bits_of(each) for each in values]
+        return None if any(each is None for each in bits) else tirx.if_then_else(condition, *bits)
+    return None
+
+
 def _number_of(value: Any) -> float | None:
     """The number that all elements of a value are; None where they are computed."""
-    from tvm.tirx import Broadcast, FloatImm
+    from tvm.tirx import Broadcast, FloatImm, IntImm
 
     value = value.value if isinstance(value, Broadcast) else value
-    return float(value.value) if isinstance(value, FloatImm) else None
+    return float(value.value) if isinstance(value, (FloatImm, IntImm)) else None

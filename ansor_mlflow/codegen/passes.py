@@ -13,6 +13,7 @@ from ansor_mlflow.codegen.instructions import (
     only_statement,
     replaced,
     with_conversions_that_round,
+    with_copies_of_bfloat16,
     with_dot_products,
     with_matrix_tiles,
 )
@@ -83,13 +84,14 @@ def _make(*, by_llvm: bool) -> tuple[Pass, Any, Any]:
         return passes, of_host, lambda: Sequential([nans, of_device()])
     erfs = prim_func_pass(_with_vector_erfs, opt_level=0, name="ansor.vector_erfs")
     choices = prim_func_pass(_with_choices_of_vectors, opt_level=0, name="ansor.choices_of_vectors")
+    copies = prim_func_pass(with_copies_of_bfloat16, opt_level=0, name="ansor.copies_of_bfloat16")
     sums = prim_func_pass(_with_vector_sums, opt_level=0, name="ansor.vector_sums")
     dots = prim_func_pass(with_dot_products, opt_level=0, name="ansor.dot_products")
     tiles = prim_func_pass(with_matrix_tiles, opt_level=0, name="ansor.matrix_tiles")
     arrays = prim_func_pass(_with_arrays, opt_level=0, name="ansor.local_arrays")
     fetches = prim_func_pass(_with_prefetches, opt_level=0, name="ansor.prefetch")
     rounding = prim_func_pass(with_conversions_that_round, opt_level=0, name="ansor.conversions_that_round")
-    first, last = Sequential([erfs, choices, passes]), [sums, dots, tiles, arrays, fetches, rounding, nans]
+    first, last = Sequential([erfs, choices, copies, passes]), [sums, dots, tiles, arrays, fetches, rounding, nans]
     return first, lambda: Sequential([*last, of_host()]), of_device
 
 

@@ -35,8 +35,9 @@ _ARITHMETIC = {"float16": {"avx512fp16", "fullfp16"}, "bfloat16": {"avx512bf16",
 """LLVM's names of the instruction sets that compute in 16-bit floats, one of which is enough."""
 
 _DOT_PRODUCTS = {"avx512vnni", "avxvnni"}
-_MATRIX_TILES = ("amx-int8", "amx-tile")
-_FLAGS_OF_TILES = {"amx_int8", "amx_tile"}
+_MATRIX_TILES = ("amx-bf16", "amx-int8", "amx-tile", "avx512bf16")
+"""All of these come together."""
+_FLAGS_OF_TILES = {"amx_bf16", "amx_int8", "amx_tile", "avx512_bf16"}
 """Linux' names of the same."""
 TILES_REQUEST = (158, 0x1023, 18)
 """Linux' call `arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)`, without which a process has no tiles of AMX."""
@@ -188,7 +189,7 @@ def has_dot_products(target: Target) -> bool:
 
 
 def has_matrix_tiles(target: Target) -> bool:
-    """Whether a CPU multiplies matrices of unsigned and signed 8 bits: x86's AMX."""
+    """Whether a CPU multiplies matrices of unsigned and signed 8 bits, and of bfloat16: x86's AMX."""
     return set(_MATRIX_TILES) <= set(cpu_features(target))
 
 

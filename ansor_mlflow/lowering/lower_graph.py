@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import onnx
 
-from ansor_mlflow.device import platform_of
+from ansor_mlflow.device import has_matrix_tiles, platform_of
 from ansor_mlflow.errors import first_line
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches import why_not_compilable
@@ -55,12 +55,15 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
         FUNCTIONS,
         bound_indices,
         correct_patterns,
+        even_channels,
         joined_layer_norms,
     )
 
+    has_pairs = settings.dtype == "bfloat16" and has_matrix_tiles(target)
     passes = [
         *_first_passes(),
         joined_layer_norms,
+        *([even_channels] if has_pairs else []),
         constants_second,  # layouts are those of the first operands
         bound_indices,
         relax.transform.ConvertLayout(_LAYOUTS[settings.layout]),

@@ -329,6 +329,20 @@ channel, too, so that bytes are what is written and read. To be run when layouts
 """
 
 
+@call_pass("EvenChannels")
+def even_channels(mutator: Any, call: relax.Call) -> relax.Expr:
+    """Adds zeros to the channels of an image, of which there are three, so that they are pairs of bfloat16."""
+    if op_name(call) not in _CONVOLUTIONS or call.attrs.groups != 1 or str(call.attrs.data_layout)[:2] != "NC":
+        return call
+    data, weight = call.args[0], bound(mutator, call.args[1])
+    if not isinstance(weight, GenericConst) or not int(weight.ty.shape[1]) % 2 or str(data.ty.dtype) != "float32":
+        return call
+    missing = [(0, 0), (0, 1), *[(0, 0)] * (data.ty.ndim - 2)]
+    kernel = relax.const(np.pad(weight.value.numpy(), missing))
+    padded = mutator.builder_.emit(relax.op.nn.pad(data, [width for widths in missing for width in widths]))
+    return relax.Call(call.op, [padded, kernel], call.attrs)
+
+
 @call_pass("Float16ToBfloat16")
 def float16_to_bfloat16(_mutator: Any, call: relax.Call) -> relax.Expr:
     """Casts to bfloat16 wherever a module casts to float16, which is all that TVM's own pass knows."""

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import ceil, prod
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ansor_mlflow.codegen import DOT_PRODUCTS, MATRIX_TILES, NUM_TILES, PACK, TILE_ROWS
 from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, Operand, find_contraction, is_layout_free
@@ -69,6 +69,8 @@ _FEW_CHANNELS = 3
 """Channels of an image, which are no vector."""
 _MAX_TILES_OF_DATA, _MIN_HEIGHT, _MIN_PACKS = 3, 7, 7
 """Tiles of data beside those of weights and sums, and rows and packs of them from which AMX is worth its start."""
+_FEW_PACKS = 2
+"""Packs of the channels of an image."""
 _NUM_MICRO = 48
 """How many of the best register tiles get a full search of loop orders."""
 
@@ -289,11 +291,13 @@ class RegisterTiling:
 class IntegerTiling(RegisterTiling):
     """The sketch for sums of products of 8 bits, of which an instruction adds four to each element of a vector.
 
-    To the estimate, four numbers that follow each other are one of 32 bits.
+    To the estimate, a pack of numbers that follow each other is one of 32 bits.
     """
 
     name = "integer tile"
     _max_epilogue = MAX_EPILOGUE + 4  # zero points and scales come before what follows a product of floats
+    _dtypes: ClassVar = {("uint8", "int8"): PACK}
+    """Types of data and weights, and how many of them are a pack."""
 
     @classmethod
     def find(cls, mod: IRModule, machine: Machine) -> IntegerTiling | None:
@@ -301,14 +305,16 @@ class IntegerTiling(RegisterTiling):
         found = find_contraction(mod)
         if found is None or not machine.has_dot_products or found.broadcast is None or found.shared is None:
             return None
-        are_bytes = (found.broadcast.dtype, found.shared.dtype) == ("uint8", "int8")
+        pack = cls._dtypes.get((found.broadcast.dtype, found.shared.dtype))
         last = len(found.spatial) + len(found.reduction) - 1
-        if not are_bytes or found.broadcast.stride(last) != 1 or found.reduction[-1] % PACK:
+        if pack is None or found.broadcast.stride(last) != 1 or found.reduction[-1] % pack:
             return None
         if power_of_two(found.group, machine.lanes(found.num_bytes)) < _MIN_LANES:
             return None
-        operands = tuple(_in_packs(operand, last) for operand in found.operands)
-        reduction = (*found.reduction[:-1], found.reduction[-1] // PACK)
+        if not is_layout_free(mod, found.shared.buffer):  # a pack of weights would be at as many places
+            return None
+        operands = tuple(_in_packs(operand, last, pack) for operand in found.operands)
+        reduction = (*found.reduction[:-1], found.reduction[-1] // pack)
         return cls(mod, replace(found, operands=operands, reduction=reduction), machine)
 
     def _micro_tiles(self) -> Iterator[tuple[int, int, int, int]]:
@@ -318,15 +324,23 @@ class IntegerTiling(RegisterTiling):
         return ["job", "row"] if self._contraction.has_padding else ["inline"]  # a pack is read as it is in memory
 
     def _packed(self, sch: Schedule, sums: list[LoopRV]) -> tuple[list[LoopRV], list[LoopRV]]:
-        outer, pack = sch.split(sums[-1], [None, PACK])
+        outer, pack = sch.split(sums[-1], [None, self._pack])
         return [*sums[:-1], outer], [pack]
+
+    @property
+    def _pack(self) -> int:
+        data, weights = self._contraction.broadcast, self._contraction.shared
+        assert data is not None
+        assert weights is not None
+        return self._dtypes[data.dtype, weights.dtype]
 
     def _make_vector(self, sch: Schedule, lane: LoopRV) -> None:
         sch.annotate(lane, DOT_PRODUCTS, 1)
 
 
 class MatrixTiling(IntegerTiling):
-    """The sketch for the same sums on a CPU with AMX, which has tiles of 16 vectors, and multiplies two of them.
+    """The sketch for the same sums, and those of products of bfloat16, on a CPU with AMX, which has tiles of 16
+    vectors, and multiplies two of them.
 
     A column is a row of a tile, so that a tile in registers has up to 48 of them.
     """
@@ -334,6 +348,7 @@ class MatrixTiling(IntegerTiling):
     name = "matrix tile"
     _max_epilogue = 64
     _writes_out = False
+    _dtypes: ClassVar = {**IntegerTiling._dtypes, ("bfloat16", "bfloat16"): 2}
 
     def __init__(self, mod: IRModule, contraction: Contraction, machine: Machine) -> None:
         super().__init__(mod, contraction, machine)
@@ -342,7 +357,7 @@ class MatrixTiling(IntegerTiling):
     @classmethod
     def find(cls, mod: IRModule, machine: Machine) -> MatrixTiling | None:
         """The sketch for a task's function; None where vectors serve as well, as of a single row."""
-        found = IntegerTiling.find(mod, machine) if machine.has_matrix_tiles else None
+        found = super().find(mod, machine) if machine.has_matrix_tiles else None
         if found is None:
             return None
         tiling = cls(mod, _along_columns(found._contraction), machine)
@@ -365,11 +380,10 @@ class MatrixTiling(IntegerTiling):
                     yield TILE_ROWS, vectors, columns, rows
 
     def _packed(self, sch: Schedule, sums: list[LoopRV]) -> tuple[list[LoopRV], list[LoopRV]]:
+        *others, last = sums
+        last, pack = sch.split(last, [None, self._pack])
         if len(sums) > len(self._axes.sums):  # see `_along_columns`
-            *others, last, pack = sums
-        else:
-            *others, last = sums
-            last, pack = sch.split(last, [None, PACK])
+            last = sch.fuse(others.pop(), last)
         terms = [*others, *sch.split(last, [None, most_packs(self._axes.sums[-1])])]
         sch.annotate(terms[0], MATRIX_TILES, 1)
         return terms, [pack]
@@ -381,22 +395,25 @@ class MatrixTiling(IntegerTiling):
         return True
 
 
-def _in_packs(operand: Operand, axis: int) -> Operand:
+def _in_packs(operand: Operand, axis: int, pack: int) -> Operand:
     """An array whose elements along an iterator are packs."""
     dims = zip(operand.shape, operand.strides, strict=True)
-    return replace(operand, shape=tuple(extent // PACK if strides[axis] else extent for extent, strides in dims))
+    return replace(operand, shape=tuple(extent // pack if strides[axis] else extent for extent, strides in dims))
 
 
 def _along_columns(contraction: Contraction) -> Contraction:
-    """Sums of single packs, as of an image, as those of the packs of neighbours, which follow each other in a row."""
+    """Sums of few packs, as of an image, as those of the packs of neighbours, which follow each other in a row."""
+    *others, neighbours, packs = 1, *contraction.reduction
     last = len(contraction.spatial) + len(contraction.reduction) - 1
     data = contraction.broadcast
-    if data is None or len(contraction.reduction) < 2 or contraction.reduction[-1] > 1 or data.stride(last - 1) != 1:
+    if data is None or not others or packs > _FEW_PACKS or data.stride(last - 1) != packs:
         return contraction
+    # the iterator of all these packs takes the place of that of the neighbours
     operands = tuple(
-        replace(operand, strides=tuple(of_dim[:last] for of_dim in operand.strides)) for operand in contraction.operands
+        replace(operand, strides=tuple((*of_dim[: last - 1], of_dim[last]) for of_dim in operand.strides))
+        for operand in contraction.operands
     )
-    return replace(contraction, operands=operands, reduction=contraction.reduction[:-1])
+    return replace(contraction, operands=operands, reduction=(*others[1:], neighbours * packs))
 
 
 class DotTiling(RegisterTiling):
