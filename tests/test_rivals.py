@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from ansor_mlflow.measuring import (
 )
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import load_network
+from ansor_mlflow.settings import Dtype
 from ansor_mlflow.steps.evaluation.rivals import CheckedRival, best_of, check_rivals
 from ansor_mlflow.tensors import random_inputs
 from ansor_mlflow.tracking import find_program
@@ -53,15 +55,29 @@ def written(builder: GraphBuilder, path: Path, outputs: Mapping[str, tuple[int, 
     return path
 
 
-@pytest.mark.parametrize("rival", ["onnxruntime", "openvino"])
-def test_a_rival_computes_in_float32(rival: str, tmp_path: Path) -> None:
-    """Sums of a thousand products, on which a CPU that has instructions for 16 bits would be off by more than 1e-3."""
+@pytest.mark.parametrize(
+    ("rival", "dtype", "may_round"),
+    [
+        ("onnxruntime", "float32", False),
+        ("openvino", "float32", False),
+        ("openvino", "float16", False),
+        ("onnxruntime", "bfloat16", False),
+        ("openvino", "bfloat16", True),
+    ],
+)
+def test_a_rival_computes_in_float32_if_the_model_does(
+    rival: str, dtype: Dtype, may_round: bool, tmp_path: Path
+) -> None:
+    """Sums of a thousand products, on which a CPU that has instructions for 16 bits would be off by more than 1e-4."""
     builder = GraphBuilder(seed=0)
     builder.dense("y", builder.input("x", (64, 1024)), units=256, in_units=1024)
-    task = task_of(written(builder, tmp_path / "dense.onnx", {"y": (64, 256)}))
+    task = replace(task_of(written(builder, tmp_path / "dense.onnx", {"y": (64, 256)})), dtype=dtype)
     examples = [random_inputs(task.inputs, seed) for seed in range(2)]
-    expected = expected_of(task.network, 1, examples)
-    assert deviation_of(partial(rival_inference, rival, task), examples, expected).max_rel_error < 1e-5
+    (checked,) = check_rivals((rival,), task, examples, expected_of(task.network, 1, examples), 0.1)
+    rounds = may_round and not {"amx_bf16", "avx512_bf16"}.isdisjoint(Path("/proc/cpuinfo").read_text().split())
+    assert checked.deviation is not None
+    assert (1e-4 if rounds else 0) <= checked.deviation.max_rel_error < (1e-1 if rounds else 1e-5)
+    assert checked.dtype == ("bfloat16" if may_round else "float32")
 
 
 def test_a_network_of_16_bits_is_not_rounded_to_another_16(tmp_path: Path) -> None:

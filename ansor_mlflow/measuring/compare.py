@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ansor_mlflow.device import CPU, Platform
 from ansor_mlflow.errors import UserInputError, one_line
+from ansor_mlflow.settings import Dtype
 from ansor_mlflow.tensors import Arrays, Padded, TensorSpec
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class RivalTask:
     """The inputs, with the sizes that a program is compiled for."""
     platform: Platform = CPU
     """The kind of device that it runs on."""
+    dtype: Dtype = "float32"
+    """What the model makes of float32, so that rivals that can do so, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,8 @@ class Rival:
     """What pip is to install, where that is more than the package."""
     needs_program: bool = False
     """Whether it runs programs of PyTorch, and no ONNX file."""
+    has_bfloat16: bool = False
+    """Whether it computes in bfloat16 where a task asks for it."""
 
 
 def timed_call(make_inference: MakeInference, examples: Sequence[Arrays]) -> Callable[[], Any]:

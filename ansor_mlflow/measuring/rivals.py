@@ -21,7 +21,7 @@ def _load_openvino(task: RivalTask) -> Callable[[Mapping[str, npt.NDArray[Any]]]
 
     if task.platform != CPU:
         raise ValueError(f"it does not run on {task.platform.name}")
-    session = OpenVinoSession(task.network, task.num_threads)
+    session = OpenVinoSession(task.network, task.num_threads, is_exact=task.dtype != "bfloat16")
 
     def run(inputs: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         values = session.views(inputs)
@@ -52,17 +52,23 @@ def _load_torch(task: RivalTask) -> Callable[[Mapping[str, npt.NDArray[Any]]], A
 
     def run(arrays: Mapping[str, npt.NDArray[Any]]) -> Arrays:
         args, kwargs = model.arguments([torch.from_numpy(arrays[name]).to(device) for name in model.shapes])
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.autocast(device, torch.bfloat16, enabled=task.dtype == "bfloat16"):
             outputs = tree_leaves(module(*args, **kwargs))
-        return {name: output.cpu().numpy() for name, output in zip(task.outputs, outputs, strict=True)}
+        values = (output.float() if output.dtype == torch.bfloat16 else output for output in outputs)
+        return {name: value.cpu().numpy() for name, value in zip(task.outputs, values, strict=True)}
 
     run(random_inputs(task.inputs, seed=0))  # the first call compiles, which takes seconds
     return run
 
 
-OPENVINO = Rival(title="OpenVINO", package="openvino", load=_load_openvino)
+OPENVINO = Rival(title="OpenVINO", package="openvino", load=_load_openvino, has_bfloat16=True)
 TORCH = Rival(
-    title="torch.compile", package="torch", load=_load_torch, to_install="torch onnxscript", needs_program=True
+    title="torch.compile",
+    package="torch",
+    load=_load_torch,
+    to_install="torch onnxscript",
+    needs_program=True,
+    has_bfloat16=True,
 )
 RIVALS = PluginTable(
     "rivals", {"onnxruntime": ONNXRUNTIME, "openvino": OPENVINO, "torch": TORCH}, lambda found: isinstance(found, Rival)

@@ -25,7 +25,7 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, one_line
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import Report, Reported, Table, figure
-from ansor_mlflow.graphs import attributes_of, flops_of_nodes, opset_version, raise_opset
+from ansor_mlflow.graphs import attributes_of, flops_of_nodes, fold_scales, opset_version, raise_opset, simplify
 from ansor_mlflow.measuring import Loss, choose_examples, find_loss, reference_inference
 from ansor_mlflow.networks import Network, read_network, write_onnx
 from ansor_mlflow.parameters import QuantizeNetworkOptions, QuantizeOptions
@@ -233,12 +233,10 @@ def _prepared(network: Path, scratch: Path) -> Path:
     """The network with constants folded and batch normalisations in the layers before them, names of its nodes, and
     biases that are vectors, as ONNX Runtime's tools take no row of a matrix.
     """
-    from onnxruntime.quantization import quant_pre_process
-
     path = scratch / "float.onnx"
-    onnx.save(raise_opset(onnx.load(network), _OPSET_OF_CHANNELS), path)
-    quant_pre_process(str(path), str(path), skip_symbolic_shape=True)
-    model = onnx.load(path)
+    # ONNX Runtime's own preparation would reshape products, which then are in no runtime one with what follows.
+    model = fold_scales(simplify(raise_opset(onnx.load(network), _OPSET_OF_CHANNELS), str(network)))
+    model = onnx.shape_inference.infer_shapes(model)
     weights = {weight.name: weight for weight in model.graph.initializer}
     for number, node in enumerate(model.graph.node):
         node.name = f"{number} {node.op_type}"
@@ -281,7 +279,7 @@ class _QuantizationSearch:
         self._give_up_s = time.monotonic() + 60 * contract.minutes
         model = onnx.load(network)
         num_axes = {weight.name: len(weight.dims) for weight in model.graph.initializer}
-        flops = zip(model.graph.node, flops_of_nodes(onnx.shape_inference.infer_shapes(model)), strict=True)
+        flops = zip(model.graph.node, flops_of_nodes(model), strict=True)
         # A product of two computed tensors, as in an attention, loses much and is soon done.
         found = [(node, number) for node, number in flops if _is_layer(node, num_axes)]
         total = sum(number for _, number in found) or 1.0

@@ -24,6 +24,7 @@ from ansor_mlflow.measuring import (
 )
 from ansor_mlflow.model import LibraryEntry, Manifest, threads_here
 from ansor_mlflow.parameters import Rivals
+from ansor_mlflow.settings import Dtype, LoweringSettings
 from ansor_mlflow.tensors import Arrays
 from ansor_mlflow.tracking import find_program
 
@@ -40,6 +41,8 @@ class CheckedRival:
     """How far its outputs are from the reference; None where it cannot run the network."""
     is_right: bool = False
     absent: str = ""
+    dtype: Dtype = "float32"
+    """What it makes of float32."""
 
     def to_dict(self, latency: Latency | None) -> dict[str, Any]:
         found: dict[str, Any] = {"rival": self.name, "version": version_of(self.name)}
@@ -47,6 +50,7 @@ class CheckedRival:
             return {**found, "absent": self.absent}
         return {
             **found,
+            "dtype": self.dtype,
             names.LATENCY_MS: latency.median_ms,
             names.LATENCY_P90_MS: latency.p90_ms,
             names.LATENCY_STD_MS: latency.std_ms,
@@ -69,6 +73,7 @@ def rival_task(
         program=find_program(network, scratch / "program") if needs_program and trust else None,
         inputs=manifest.inputs,
         platform=manifest.platform,
+        dtype=LoweringSettings.among(entry.provenance).dtype,
     )
 
 
@@ -115,7 +120,8 @@ def _check(
             deviation.max_rel_error,
             tolerance,
         )
-    return CheckedRival(name=rival, make_inference=make_inference, deviation=deviation, is_right=is_right)
+    dtype = task.dtype if task.dtype == "bfloat16" and RIVALS[rival].has_bfloat16 else "float32"
+    return CheckedRival(name=rival, make_inference=make_inference, deviation=deviation, is_right=is_right, dtype=dtype)
 
 
 def best_of(rivals: Sequence[CheckedRival], latencies: Mapping[str, Latency]) -> str | None:
