@@ -305,3 +305,14 @@ def test_a_range_is_measured_and_used_in_one_function(shape: tuple[int, ...], ho
     assert steps.max() <= 1
     assert steps.mean() <= 1e-4
     np.testing.assert_array_equal(found[1:], expected[1:])
+
+
+@pytest.mark.parametrize("places", [[0], [63], [*range(64)], [*range(16, 64)], [*range(99)]])
+def test_a_range_with_nan_in_it_is_none(places: list[int], host_target: Target) -> None:
+    """ONNX Runtime's is one only where the last vector of its extrema has numbers."""
+    data = {"x": np.linspace(-1, 2, 100, dtype=np.float32)}
+    data["x"][places] = np.nan
+    model = one_operator(
+        "DynamicQuantizeLinear", data, outputs=[TensorProto.UINT8, TensorProto.FLOAT, TensorProto.UINT8]
+    )
+    assert np.isnan(run_lowered(lower(model, resolve_target(VNNI, 2)), host_target, data)[1])

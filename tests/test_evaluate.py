@@ -24,6 +24,7 @@ from ansor_mlflow import flavor, names
 from ansor_mlflow.errors import CorrectnessError, MachineError, UserInputError
 from ansor_mlflow.lowering.lower import lower
 from ansor_mlflow.measuring import (
+    QUANTIZED_TOLERANCE,
     TOLERANCES,
     Deviation,
     Latency,
@@ -101,6 +102,21 @@ def test_a_network_that_loses_digits_in_any_runtime_may_be_off_by_them(tmp_path:
     assert allowed(5 * tolerance, "auto", examples=adding) == tolerance
     assert allowed(5 * tolerance, 2e-4, examples=cancelling) == 2e-4  # what a user gives is what holds
     assert allowed(20 * tolerance, "auto", examples=cancelling) == tolerance  # that is no loss of digits
+
+
+def test_a_network_that_rounds_to_few_steps_may_be_off_by_one_in_any_runtime(tmp_path: Path) -> None:
+    """Half-way between two of three steps, the last digit decides for the upper or the lower one."""
+    builder = GraphBuilder(seed=0)
+    step, zero = builder.constant("step", np.float32(0.4)), builder.constant("zero", np.uint8(0))
+    levels = builder.node("QuantizeLinear", "levels", builder.input("x", (1,)), step, zero)
+    builder.node("DequantizeLinear", "y", levels, step, zero)
+    onnx.save(builder.build("steps", {"y": (1,)}), tmp_path / "steps.onnx")
+    between, at_a_step = ([{"x": np.array([value], np.float32)}] for value in (0.6, 0.8))
+    allowed = partial(allowed_error, network=tmp_path / "steps.onnx", num_threads=1, tolerance="auto")
+    assert allowed(0.2, dtype="float32", examples=between) == pytest.approx(0.3)
+    assert allowed(0.2, dtype="float32", examples=at_a_step) == QUANTIZED_TOLERANCE
+    assert allowed(0.4, dtype="float32", examples=between) == QUANTIZED_TOLERANCE
+    assert allowed(0.2, dtype="bfloat16", examples=between) == QUANTIZED_TOLERANCE
 
 
 @pytest.fixture(scope="module")

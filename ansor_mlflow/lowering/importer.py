@@ -283,7 +283,8 @@ def _scatter_rows(sizes: Sequence[int], width: int, count: int, reduction: str, 
 def _quantize_by_range(shape: tuple[int, ...], num_threads: int) -> tirx.PrimFunc:
     """Quantises a tensor of float32 as ONNX's DynamicQuantizeLinear does: saturate(round(x / scale) + zero point).
 
-    As runtimes do, it multiplies with 1 / scale: what is half-way between two steps is so by chance.
+    As runtimes do, it multiplies with 1 / scale: what is half-way between two steps is so by chance. The scale is NaN
+    where any element is, so that what is broken does not look like a number later.
     """
     size = prod(shape)
     num_vectors = size // _LINE_ELEMENTS
@@ -303,8 +304,8 @@ def _quantize_by_range(shape: tuple[int, ...], num_threads: int) -> tirx.PrimFun
 
         with T.sblock("quantize"):
             data, bytes_ = (T.decl_buffer((size,), each.dtype, each.data) for each in (tensor, levels))
-            ends, factor = T.alloc_buffer((2, jobs, _LINE_ELEMENTS)), T.alloc_buffer((2,))
-            extrema = list(enumerate((tirx.min, tirx.max)))
+            ends, factor = T.alloc_buffer((3, jobs, _LINE_ELEMENTS)), T.alloc_buffer((2,))
+            extrema = list(enumerate((tirx.min, tirx.max, _nan_of)))
             with loop(jobs) as job:
                 for end, _ in extrema:
                     with T.vectorized(_LINE_ELEMENTS) as lane:
@@ -319,8 +320,8 @@ def _quantize_by_range(shape: tuple[int, ...], num_threads: int) -> tirx.PrimFun
                     T.buffer_store(ends, extremum(ends[end, 0, 0], ends[end, job, lane]), [end, 0, 0])
                 with T.serial(jobs * share, size) as place:
                     T.buffer_store(ends, extremum(ends[end, 0, 0], data[place]), [end, 0, 0])
-            span = ends[1, 0, 0] - ends[0, 0, 0]
-            T.buffer_store(scale, tirx.Select(span > zero, span / most_level, one), [])
+            span = ends[1, 0, 0] - ends[0, 0, 0] + ends[2, 0, 0]
+            T.buffer_store(scale, tirx.Select(span <= zero, one, span / most_level), [])
             T.buffer_store(factor, one / scale[()], [0])
             T.buffer_store(factor, tirx.nearbyint((zero - ends[0, 0, 0]) / scale[()]), [1])
             T.buffer_store(zero_point, tirx.Cast("uint8", factor[1]), [])
@@ -329,6 +330,10 @@ def _quantize_by_range(shape: tuple[int, ...], num_threads: int) -> tirx.PrimFun
             with T.serial(jobs * share, size) as place:
                 quantize(place)
     return builder.get()
+
+
+def _nan_of(kept: Any, value: Any) -> Any:
+    return tirx.Select(tirx.isnan(value), value, kept)
 
 
 @call_pass("HideFunctions")

@@ -36,7 +36,7 @@ _ROUNDINGS = 8.0
 sums and the last digit of inputs: a sum in the order of its terms loses up to three bits more than one in blocks."""
 _NUM_MOVED = 4
 """How often the last digits of the inputs are drawn: what nearly cancels out depends on them."""
-_MOST_SENSITIVE = 10.0
+_MOST_SENSITIVE, _MOST_QUANTIZED = 10.0, 3.0
 """How many times the tolerance the error may be at most, however sensitive a network is."""
 _FEW_DIGITS = 1e-2
 """Error from which two runs have fewer than two digits of the largest output in common."""
@@ -156,16 +156,18 @@ def allowed_error(
     """The largest `max_rel_error` that passes for outputs that are off by `error` on some inputs.
 
     It is that of `tolerance_for`; where a network in float32 fails it, auto allows as much as such numbers can say: a
-    logarithm of what nearly cancels out has lost digits in any runtime. ONNX Runtime then computes the network without
+    logarithm of what nearly cancels out has lost digits in any runtime, and what is quantised layer after layer goes up
+    or down with the first of them. ONNX Runtime then computes the network without
     its optimisations from inputs that differ in their last digit, and how far that moves its outputs is the measure.
     """
     allowed = tolerance_for(tolerance, network, dtype)
-    is_fixed = tolerance != "auto" or allowed != TOLERANCES["float32"] or not examples
-    if is_fixed or error <= allowed or not error <= _MOST_SENSITIVE * allowed:
+    most = allowed * (_MOST_QUANTIZED if is_quantized(network) else _MOST_SENSITIVE)
+    is_fixed = tolerance != "auto" or dtype != "float32" or not examples
+    if is_fixed or error <= allowed or not error <= most:
         return allowed
     moved = _sensitivity(network, num_threads, examples)
     _log.info("ONNX Runtime's own outputs differ by %.2g when inputs change in their last digit", moved)
-    return max(allowed, min(_ROUNDINGS * moved, _MOST_SENSITIVE * allowed))
+    return max(allowed, min(_ROUNDINGS * moved, most))
 
 
 def says_nothing(error: float, network: Path, num_threads: int, inputs: Arrays) -> bool:
