@@ -25,8 +25,8 @@ from ansor_mlflow import names
 from ansor_mlflow.device import Device
 from ansor_mlflow.lowering import TuningTask, lower
 from ansor_mlflow.networks import load_network
-from ansor_mlflow.settings import LoweringSettings
-from ansor_mlflow.sketches import find_programs
+from ansor_mlflow.settings import Dtype, LoweringSettings
+from ansor_mlflow.sketches import Products, find_programs
 from ansor_mlflow.tensors import random_inputs
 from ansor_mlflow.tuning import Outcome, measure_roofline
 from ansor_mlflow.workers import Builder, LocalBuilder, RunJob
@@ -74,19 +74,19 @@ class Kernel:
 @click.option("--networks", default="resnet-18,resnet-50", help="Networks, with commas between them.")
 @click.option("--trials-per-task", default=8, help="Trials of each task.")
 @click.option("--space", default="sketches", help="Where they are searched; see the parameter of tune.")
-@click.option("--dtype", type=click.Choice(["float32", "int8"]), default="float32", help="Quantised first with int8.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "int8"]), default="float32", help="int8 quantises.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
-def main(networks: str, trials_per_task: int, space: Space, dtype: str, json_file: Path | None) -> None:
+def main(networks: str, trials_per_task: int, space: Space, dtype: Products, json_file: Path | None) -> None:
     """Tune each network a little, and show what share of the peak its kernels reach."""
     device = Device.resolve("auto", "auto")
     roofline = measure_roofline(device)
-    peak = (roofline.peak_of_bytes_per_s if dtype == "int8" else None) or roofline.peak_flops_per_s
-    peak /= 1e9
+    peak = roofline.peak(dtype) / 1e9
     found: dict[str, object] = {"peak_gflops": peak}
     for network in networks.split(","):
         with tempfile.TemporaryDirectory() as directory:
             file = _quantized(network, Path(directory)) if dtype == "int8" else network
-            kernels = _kernels(file, trials_per_task, space, device)
+            computed: Dtype = "bfloat16" if dtype == "bfloat16" else "float32"
+            kernels = _kernels(file, trials_per_task, space, device, computed)
         Console().print(_table(network, kernels, peak))
         found[network] = {"kernels": [asdict(kernel) for kernel in kernels], **_together(kernels, peak)}
         if json_file is not None:
@@ -102,11 +102,11 @@ def _quantized(network: str, directory: Path) -> str:
     return str(output)
 
 
-def _kernels(network: str, trials_per_task: int, space: Space, device: Device) -> list[Kernel]:
+def _kernels(network: str, trials_per_task: int, space: Space, device: Device, dtype: Dtype) -> list[Kernel]:
     """The tasks with their programs, after a tuning with a few trials."""
-    tasks = lower(load_network(network).model, device.target, LoweringSettings(algorithm="direct")).tasks
+    tasks = lower(load_network(network).model, device.target, LoweringSettings(algorithm="direct", dtype=dtype)).tasks
     with tempfile.TemporaryDirectory() as directory:
-        database = _tune(network, trials_per_task * len(tasks), trials_per_task, space, Path(directory))
+        database = _tune(network, trials_per_task * len(tasks), trials_per_task, space, dtype, Path(directory))
         builder = LocalBuilder(device.target, max_workers=device.num_threads, timeout_s=60, as_in_models=True)
         settings = MeasureSettings(
             number=3, repeat=1, min_repeat_ms=20, cache_flush=False, num_threads=device.num_threads, timeout_s=30
@@ -117,7 +117,7 @@ def _kernels(network: str, trials_per_task: int, space: Space, device: Device) -
     return [_kernel(task, outcomes) for task, outcomes in zip(tasks, zip(*turns, strict=True), strict=True)]
 
 
-def _tune(network: str, trials: int, trials_per_task: int, space: Space, directory: Path) -> JSONDatabase:
+def _tune(network: str, trials: int, trials_per_task: int, space: Space, dtype: Dtype, directory: Path) -> JSONDatabase:
     """The records of a tuning with a tracking store of its own."""
     from tvm.s_tir.meta_schedule.database import JSONDatabase
 
@@ -130,6 +130,7 @@ def _tune(network: str, trials: int, trials_per_task: int, space: Space, directo
         trials_per_task=trials_per_task,
         num_trials_per_round=trials_per_task,
         space=space,
+        dtype=dtype,
         seed=_SEED,
     )
     records = mlflow.artifacts.download_artifacts(run_id=tuned.run_id, artifact_path=names.RECORDS_DIR)

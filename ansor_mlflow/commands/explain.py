@@ -20,7 +20,7 @@ from ansor_mlflow.measuring import KernelTimes
 from ansor_mlflow.model import PartEntry, part_entries
 from ansor_mlflow.parameters import ExplainOptions
 from ansor_mlflow.records import find_records
-from ansor_mlflow.sketches import adds_bytes
+from ansor_mlflow.sketches import Products, products_of
 from ansor_mlflow.steps.fetching import options_of_source
 from ansor_mlflow.steps.recorded import (
     NetworkTasks,
@@ -79,8 +79,8 @@ class Explanation(Reported):
     scheduled: str
     roofline: Roofline | None
     bound: Bound | None
-    adds_bytes: bool = False
-    """Whether its sums are of products of 8 bits."""
+    products: Products = "float32"
+    """What it adds products of."""
     evaluated: str = ""
     """ID of the last evaluation of a model with these records that timed its kernels; empty where there is none."""
     kernels: KernelTimes | None = None
@@ -135,7 +135,7 @@ class Explanation(Reported):
         else:
             at_roof += ": its arguments stay in the caches, or the host was busy while the roofs were measured"
         return [
-            ("peak", roofline.peak_text(of_bytes=self.adds_bytes)),
+            ("peak", roofline.peak_text(self.products)),
             ("memory", f"{roofline.bandwidth_bytes_per_s / 1e9:.1f} GB/s of a copy"),
             ("attainable", f"{self.task.flops / bound.shortest_s / 1e9:.1f} GFLOP/s, limited by {bound.limit}"),
             ("reached", f"{bound.shortest_s / self.best_s:.0%}"),
@@ -237,6 +237,7 @@ def _explain(
     this_host = Device.of(device.target, min(device.num_threads, available_cpus()))
     is_here = device == this_host and not why_not_runnable(device.fingerprint)
     roofline = measure_roofline(device) if device.platform.in_process and is_here else None
+    products = products_of(task.mod)
     parts = part_entries(network.lowered)
     if is_here:
         parts = estimated_parts(network.lowered, network.graph, device, network_s)
@@ -258,6 +259,6 @@ def _explain(
         schedule=tuple(str(statement) for statement in record.trace.as_python()),
         scheduled=str(schedule.mod.script()),
         roofline=roofline,
-        bound=roofline.bound(task.info.flops, num_bytes, of_bytes=adds_bytes(task.mod)) if roofline else None,
-        adds_bytes=adds_bytes(task.mod),
+        bound=roofline.bound(task.info.flops, num_bytes, products) if roofline else None,
+        products=products,
     )

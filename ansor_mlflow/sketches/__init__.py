@@ -3,10 +3,11 @@
 from ansor_mlflow.sketches.contraction import (
     MAX_EPILOGUE,
     Contraction,
-    adds_bytes,
+    Products,
     find_contraction,
     has_sums,
     is_made_of_blocks,
+    products_of,
 )
 from ansor_mlflow.sketches.estimate import Machine
 from ansor_mlflow.sketches.sketch import (

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
@@ -22,6 +22,8 @@ _SPATIAL, _REDUCTION = 0, 2
 
 
 _MOST_PADDED = 1.5
+Products = Literal["float32", "bfloat16", "int8"]
+"""Types whose products are added up: int8 are those of unsigned and signed 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -190,10 +192,11 @@ def is_layout_free(mod: IRModule, buffer: str) -> bool:
     return any(str(function.params[place].name) == buffer for place in places)
 
 
-def adds_bytes(mod: IRModule) -> bool:
-    """Whether a task's function adds products of unsigned and signed 8 bits."""
+def products_of(mod: IRModule) -> Products:
+    """What a task's function adds products of, as far as CPUs have instructions for them."""
     found = find_contraction(mod)
-    return found is not None and {operand.dtype for operand in found.operands} == {"uint8", "int8"}
+    dtypes = {operand.dtype for operand in found.operands} if found else set()
+    return "int8" if dtypes == {"uint8", "int8"} else "bfloat16" if dtypes == {"bfloat16"} else "float32"
 
 
 def _names_feeding(sch: Schedule, block: SBlockRV) -> set[str]:

@@ -17,6 +17,7 @@ from ansor_mlflow.codegen import DOT_PRODUCTS, MATRIX_TILES, TILE_ROWS, pass_con
 from ansor_mlflow.device import Device, has_dot_products, has_matrix_tiles, set_num_threads, vector_lanes
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.processes import WorkerPool, in_child_process
+from ansor_mlflow.sketches import Products
 
 if TYPE_CHECKING:
     from tvm.runtime import Module
@@ -119,17 +120,27 @@ class Roofline:
     """Peak of products of 8 bits that are added up, each of them two operations; None of a CPU that has no instruction
     for them.
     """
+    peak_of_bfloat16_per_s: float | None = None
+    """That of products of bfloat16: half of the above on a CPU with AMX, as a tile has half as many of them."""
 
-    def peak_text(self, *, of_bytes: bool) -> str:
+    def peak(self, products: Products = "float32") -> float:
+        """The peak that a kernel has, of what it adds products of, in operations per second."""
+        return {
+            "float32": self.peak_flops_per_s,
+            "bfloat16": self.peak_of_bfloat16_per_s or self.peak_flops_per_s,
+            "int8": self.peak_of_bytes_per_s or self.peak_flops_per_s,
+        }[products]
+
+    def peak_text(self, products: Products) -> str:
         """The peak that a kernel has."""
-        if of_bytes and self.peak_of_bytes_per_s:
-            return f"{self.peak_of_bytes_per_s / 1e9:.0f} Gop/s of products of 8 bits"
-        return f"{self.peak_flops_per_s / 1e9:.1f} GFLOP/s of float32 multiply-adds"
+        peak = self.peak(products)
+        if peak == self.peak_flops_per_s:
+            return f"{peak / 1e9:.1f} GFLOP/s of float32 multiply-adds"
+        return f"{peak / 1e9:.0f} Gop/s of products of {products}"
 
-    def bound(self, flops: float, num_bytes: float, *, of_bytes: bool = False) -> Bound:
-        """The least time of a kernel; `of_bytes` tells whether it adds products of 8 bits."""
-        peak = self.peak_of_bytes_per_s if of_bytes and self.peak_of_bytes_per_s else self.peak_flops_per_s
-        arithmetic_s, memory_s = flops / peak, num_bytes / self.bandwidth_bytes_per_s
+    def bound(self, flops: float, num_bytes: float, products: Products = "float32") -> Bound:
+        """The least time of a kernel."""
+        arithmetic_s, memory_s = flops / self.peak(products), num_bytes / self.bandwidth_bytes_per_s
         if arithmetic_s > memory_s:
             return Bound(shortest_s=arithmetic_s, limit="arithmetic")
         return Bound(shortest_s=memory_s, limit="memory")
@@ -171,10 +182,12 @@ def _measure(work: tuple[Device, int, int]) -> Roofline:
     device, num_peak_repeats, max_copy_bytes = work
     os.sched_setaffinity(0, device.cpus)
     set_num_threads(device.num_threads)
+    of_bytes = _peak_of_bytes_per_s(device.target, device.num_threads, num_peak_repeats)
     return Roofline(
         peak_flops_per_s=_peak_flops_per_s(device.target, device.num_threads, num_peak_repeats),
         bandwidth_bytes_per_s=_bandwidth_bytes_per_s(device.target, device.num_threads, max_copy_bytes),
-        peak_of_bytes_per_s=_peak_of_bytes_per_s(device.target, device.num_threads, num_peak_repeats),
+        peak_of_bytes_per_s=of_bytes,
+        peak_of_bfloat16_per_s=of_bytes / 2 if of_bytes and has_matrix_tiles(device.target) else None,
     )
 
 
