@@ -170,13 +170,13 @@ def test_the_next_panel_is_fetched_by_all_passes_together(
     from tvm.tirx.analysis import undefined_vars
 
     places: list[Any] = []
-    fetch = codegen_passes._fetch
+    fetch = codegen_passes.fetch
 
-    def note(buffer: Any, place: Any) -> Any:
+    def note(buffer: Any, place: Any, caches: int) -> Any:
         places.append(place)
-        return fetch(buffer, place)
+        return fetch(buffer, place, caches)
 
-    monkeypatch.setattr(codegen_passes, "_fetch", note)
+    monkeypatch.setattr(codegen_passes, "fetch", note)
     passes = -(-50 // columns)
     library = built(
         sums_in_tiles(columns, channels, unroll=unroll, passes=passes), host_target, tir_pipeline(host_target)

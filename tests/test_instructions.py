@@ -180,6 +180,19 @@ def test_tiles_are_configured_once_for_a_job_and_keep_their_sums() -> None:
     assert "tilestored" not in loop[: loop.rindex("call void @llvm.x86.tdpbusd(")], "sums stay in tiles"
 
 
+@pytest.mark.parametrize(("rows", "num_passes"), [(128, 4), (32, 1)])
+def test_each_pass_over_a_panel_fetches_a_share_of_the_next(rows: int, num_passes: int) -> None:
+    target = resolve_target(AMX, 2)
+    programs = programs_of(byte_product(rows, 256, 256), target)
+    tile = next(
+        tile for tile in programs.tiles if (tile.column_tiles * tile.vectors, tile.columns) == (2 * num_passes, 32)
+    )
+    code = build(program_of(programs, tile).mod, target=target, pipeline=tir_pipeline(target)).inspect_source("ll")
+    num_steps = code.count("call void @llvm.x86.tdpbusd(") // 4  # LLVM may write them out
+    num_lines = num_steps * 2 * TILE_ROWS  # of weights, which are two tiles in each step
+    assert code.count("call void @llvm.prefetch") == (num_lines // num_passes if num_passes > 1 else 0)
+
+
 @pytest.mark.parametrize(("rows", "terms"), [(1, 128), (4, 128), (64, 16)])
 def test_what_tiles_are_too_large_for_has_vectors(rows: int, terms: int) -> None:
     programs = programs_of(byte_product(rows, terms, 64), resolve_target(AMX, 2))

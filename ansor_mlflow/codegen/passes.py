@@ -15,8 +15,8 @@ from ansor_mlflow.codegen.instructions import (
     with_conversions_that_round,
     with_copies_of_bfloat16,
     with_dot_products,
-    with_matrix_tiles,
 )
+from ansor_mlflow.codegen.matrix_tiles import fetch, with_matrix_tiles
 from ansor_mlflow.device import machine_of, platform_of
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ _NO_COMMON_SUBEXPRESSIONS = "tirx.disable_cse_tir"
 """TVM's option without its pass that computes equal expressions once, which LLVM does as well: of a large tile it took
 two thirds of the time that the function took to compile.
 """
+_ALL_CACHES = 3
+"""Into which caches LLVM's prefetch brings a line."""
 _MAX_FETCHES = 8
 """Lines that are fetched in an iteration."""
 _NAME, _NAME_FOR_GPU = "ansor_mlflow", "ansor_mlflow.gpu"
@@ -340,7 +342,9 @@ class _Fetcher:
         num_sums, step = int(loop.extent), -(-stride // num_passes)
         place = start + num_sums * stride + (of_pass * num_sums + loop.loop_var) * step
         line = 8 * _LINE_BYTES // DataType(str(buffer.dtype)).bits
-        fetches = [_fetch(buffer, place + offset) for offset in range(0, min(step, _MAX_FETCHES * line), line)]
+        fetches = [
+            fetch(buffer, place + offset, _ALL_CACHES) for offset in range(0, min(step, _MAX_FETCHES * line), line)
+        ]
         body = tirx.SeqStmt([loop.body, *fetches])
         return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, None, loop.annotations)
 
@@ -379,14 +383,6 @@ def _uses(index: Any, variables: Sequence[Any]) -> bool:
     from tvm.tirx.analysis import undefined_vars
 
     return any(var.same_as(other) for var in undefined_vars(index) for other in variables)
-
-
-def _fetch(buffer: Any, place: Any) -> Any:
-    from tvm import tirx
-
-    address = tirx.address_of(tirx.BufferLoad(buffer, [place]))
-    arguments = (tirx.const(value, "int32") for value in (0, 3, 1))  # LLVM's for: to read, into all caches, and data
-    return tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", address, *arguments))
 
 
 def _with_nans_kept(func: Any, _mod: Any, _context: Any) -> Any:

@@ -191,7 +191,7 @@ class RegisterTiling:
             sch.compute_inline(sch.get_sblock(name))
         loops = list(sch.get_loops(block))
         spatial = loops[: len(found.spatial)]
-        sums, packs = self._packed(sch, loops[len(found.spatial) :])
+        sums, packs = self._packed(sch, loops[len(found.spatial) :], tile)
         channels = spatial.pop()
         rest = [loop for axis, loop in enumerate(spatial) if axis not in (self._axes.column_axis, self._axes.row_axis)]
         channel_job, channel_tile, vector, lane = sch.split(
@@ -239,7 +239,7 @@ class RegisterTiling:
         """The block that is tiled."""
         return sch.get_sblock(self._contraction.block)
 
-    def _packed(self, _sch: Schedule, sums: list[LoopRV]) -> tuple[list[LoopRV], list[LoopRV]]:
+    def _packed(self, _sch: Schedule, sums: list[LoopRV], _tile: RegisterTile) -> tuple[list[LoopRV], list[LoopRV]]:
         """The loops over what is summed, and those of them that are inside of a vector."""
         return sums, []
 
@@ -323,7 +323,7 @@ class IntegerTiling(RegisterTiling):
     def _pad_places(self, _rows: int) -> list[PadAt]:
         return ["job", "row"] if self._contraction.has_padding else ["inline"]  # a pack is read as it is in memory
 
-    def _packed(self, sch: Schedule, sums: list[LoopRV]) -> tuple[list[LoopRV], list[LoopRV]]:
+    def _packed(self, sch: Schedule, sums: list[LoopRV], _tile: RegisterTile) -> tuple[list[LoopRV], list[LoopRV]]:
         outer, pack = sch.split(sums[-1], [None, self._pack])
         return [*sums[:-1], outer], [pack]
 
@@ -379,13 +379,14 @@ class MatrixTiling(IntegerTiling):
                 if fits and is_even and are_few and self._contraction.group % (TILE_ROWS * vectors) == 0:
                     yield TILE_ROWS, vectors, columns, rows
 
-    def _packed(self, sch: Schedule, sums: list[LoopRV]) -> tuple[list[LoopRV], list[LoopRV]]:
+    def _packed(self, sch: Schedule, sums: list[LoopRV], tile: RegisterTile) -> tuple[list[LoopRV], list[LoopRV]]:
         *others, last = sums
         last, pack = sch.split(last, [None, self._pack])
         if len(sums) > len(self._axes.sums):  # see `_along_columns`
             last = sch.fuse(others.pop(), last)
         terms = [*others, *sch.split(last, [None, most_packs(self._axes.sums[-1])])]
-        sch.annotate(terms[0], MATRIX_TILES, 1)
+        num_passes = tile.row_tiles * (tile.column_tiles or ceil(self._axes.columns / tile.columns))
+        sch.annotate(terms[0], MATRIX_TILES, num_passes)
         return terms, [pack]
 
     def _make_vector(self, sch: Schedule, lane: LoopRV) -> None:

@@ -11,7 +11,7 @@ import onnx
 
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks import operators
-from ansor_mlflow.networks.families import convolutional, dense, inception
+from ansor_mlflow.networks.families import convolutional, dense
 from ansor_mlflow.networks.graph import BuiltinNetwork
 from ansor_mlflow.networks.shapes import resolve_shapes
 from ansor_mlflow.plugins import PluginTable
@@ -20,7 +20,6 @@ BUILTIN_NETWORKS: PluginTable[BuiltinNetwork] = PluginTable(
     "networks",
     {
         **convolutional.NETWORKS,
-        **inception.NETWORKS,
         **dense.NETWORKS,
         **operators.NETWORKS,
     },
