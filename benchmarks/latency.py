@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from ansor_mlflow.measuring import (
     call_once,
     deviation_of,
     expected_of,
+    tolerance_for,
     version_of,
 )
 from ansor_mlflow.measuring.rivals import RIVALS, rival_titles
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from ansor_mlflow.tuning import Roofline
 
 _SEED = 0
-_TOLERANCE = 1e-3
+_ROUNDINGS = 10
+"""How many times the tolerance a contender may be off: who is faster does not depend on it."""
 _COLUMNS = {
     "latency_ms": ("ms", "{:.4g}"),
     "spread": ("±", "{:.1%}"),
@@ -65,7 +67,9 @@ class Measured:
 @click.command(context_settings={"show_default": True})
 @click.option("--networks", default="resnet-18,mobilenet_v2,bert-tiny", help="Networks, with commas between them.")
 @click.option("--trials", default="auto", help="Trials of each tuning, as of tune.")
+@click.option("--dtype", default="float32", help="Type that the networks are computed in, as of tune.")
 @click.option("--turns", default=5, type=click.IntRange(min=1))
+@click.option("--untuned/--no-untuned", default=True, help="Whether TVM's own build is timed, which may take minutes.")
 @click.option(
     "--work-directory",
     type=click.Path(file_okay=False, path_type=Path),
@@ -74,7 +78,14 @@ class Measured:
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="File for all figures.")
 @click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="PNG file for the ratios.")
 def main(
-    networks: str, trials: str, turns: int, work_directory: Path | None, json_file: Path | None, picture: Path | None
+    networks: str,
+    trials: str,
+    dtype: str,
+    turns: int,
+    untuned: bool,
+    work_directory: Path | None,
+    json_file: Path | None,
+    picture: Path | None,
 ) -> None:
     """Tune networks, and time them against their rivals."""
     from serving_parts.models import tuned_model  # loads much, and every process that is timed imports this file
@@ -86,7 +97,9 @@ def main(
         for network in networks.split(","):
             own = Path(scratch, f"network{len(results)}")
             own.mkdir()
-            results.append(_measure(network, tuned_model(network, trials, directory), turns, own, directory))
+            model = tuned_model(network, trials, directory, dtype)
+            builds = {"untuned": untuned, "no trials": trials != "0"}
+            results.append(_measure(network, model, [name for name in builds if builds[name]], turns, own, directory))
             _show(results[-1])
             if json_file:
                 json_file.write_text(json.dumps(results, indent=1))
@@ -94,7 +107,9 @@ def main(
         _draw(results, picture)
 
 
-def _measure(network: str, model: Path, turns: int, scratch: Path, work_directory: Path) -> dict[str, Any]:
+def _measure(
+    network: str, model: Path, builds: Sequence[str], turns: int, scratch: Path, work_directory: Path
+) -> dict[str, Any]:
     from ansor_mlflow.tuning import measure_roofline  # as above
 
     manifest = Manifest.read(model)
@@ -106,15 +121,16 @@ def _measure(network: str, model: Path, turns: int, scratch: Path, work_director
     roofline = measure_roofline(device)
     flops, bound_s = in_child_process(call_once, partial(_cost, model / NETWORK_FILE, num_threads, settings, roofline))
     (expected,) = expected_of(model / NETWORK_FILE, num_threads, [inputs])
+    tolerance = tolerance_for("auto", model / NETWORK_FILE, settings.dtype)
     timed: dict[str, MakeInference] = {}
     absent: dict[str, str] = {}
-    for name, make_inference in contenders_of(model, scratch):
+    for name, make_inference in contenders_of(model, builds, scratch):
         try:
             error = deviation_of(make_inference, [inputs], [expected]).max_rel_error
         except AnsorMlflowError as err:
             absent[name] = str(err)
             continue
-        if error <= _TOLERANCE:
+        if error <= _ROUNDINGS * tolerance:
             timed[name] = make_inference
         else:
             absent[name] = f"its outputs are wrong: max_rel_error={error:.3g}"
@@ -188,13 +204,16 @@ def _cost(
         import onnx
 
         from ansor_mlflow.lowering import lower
+        from ansor_mlflow.sketches import products_of
         from ansor_mlflow.workers import argument_bytes
 
         target, directly = Device.resolve("auto", num_threads).target, replace(settings, algorithm="direct")
         tasks = lower(onnx.load(network), target, directly).tasks
         flops = sum(task.info.weight * task.info.flops for task in tasks)
         bounds = (
-            task.info.weight * roofline.bound(task.info.flops, argument_bytes(task.mod)).shortest_s for task in tasks
+            task.info.weight
+            * roofline.bound(task.info.flops, argument_bytes(task.mod), products_of(task.mod)).shortest_s
+            for task in tasks
         )
         return flops, sum(bounds)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mlflow
+import numpy as np
 import pytest
 from helpers.commands import RunCommand, flags
 from helpers.fleet import Fleet, running_fleet
@@ -74,6 +75,21 @@ def test_a_model_without_trials_computes_on_a_board_what_onnx_runtime_computes_h
     metrics = newest_of("evaluate").data.metrics
     assert metrics[names.MAX_REL_ERROR] < 1e-4
     assert {names.LATENCY_MS, names.UNTUNED_LATENCY_MS, names.INSTANT_LATENCY_MS} <= metrics.keys()
+
+
+def test_bytes_are_multiplied_by_the_instruction_of_a_board_that_has_one(
+    fleet: Fleet, own_directory: Path, run_here: RunCommand, small_onnx: Path
+) -> None:
+    """`usdot`, which the emulator knows."""
+    np.savez("data.npz", data=np.random.default_rng(0).random((8, 3, 16, 16), np.float32))
+    given = {"data": "data.npz", "output": "small.int8.onnx", "quantize_max_loss": 1}
+    assert run_here("quantize", str(small_onnx), *flags(given)) == 0
+    target = f"{BOARD['target']} -mattr=+i8mm,+dotprod"
+    assert run_here("tune", *flags({**BOARD, "target": target, "network": "small.int8.onnx", "trials": 0})) == 0
+    assert run_here("compile", *flags({"tune_run": newest_of("tune").info.run_id})) == 0
+    model_uri = newest_of("compile").data.tags[names.TAG_MODEL_URI]
+    assert run_here("evaluate", *flags({"model_uri": model_uri, **BRIEF, **fleet.flags})) == 0
+    assert newest_of("evaluate").data.metrics[names.MAX_REL_ERROR] < 0.02
 
 
 def newest_of(step: str) -> mlflow.entities.Run:

@@ -55,13 +55,20 @@ def test_sums_of_bytes_are_added_four_at_a_time(rows: int, terms: int, columns: 
             assert_same(mod, program.mod, each)
 
 
-@pytest.mark.parametrize(("cpu", "register"), [("znver4", "%zmm"), ("sierraforest", "%ymm")])
-def test_the_instruction_for_bytes_keeps_its_sums_in_registers(cpu: str, register: str) -> None:
-    target = resolve_target(f"llvm -mcpu={cpu}", 1)
+@pytest.mark.parametrize(
+    ("spec", "instruction", "register"),
+    [
+        ("llvm -mcpu=znver4", "vpdpbusd", "%zmm"),
+        ("llvm -mcpu=sierraforest", "vpdpbusd", "%ymm"),
+        ("llvm -mtriple=aarch64-linux-gnu -mcpu=neoverse-v1", "usdot", ".16b"),
+    ],
+)
+def test_the_instruction_for_bytes_keeps_its_sums_in_registers(spec: str, instruction: str, register: str) -> None:
+    target = resolve_target(spec, 1)
     programs = programs_of(byte_product(26, 64, 64), target)
     library = build(program_of(programs, programs.tiles[0]).mod, target=target, pipeline=tir_pipeline(target))
-    assert "vpdpbusd" in library.inspect_source("ll")
-    lines = [line for line in library.inspect_source("asm").splitlines() if "vpdpbusd" in line]
+    assert f".{instruction}." in library.inspect_source("ll")
+    lines = [line for line in library.inspect_source("asm").splitlines() if instruction in line]
     assert len(lines) >= programs.tiles[0].vectors * programs.tiles[0].columns
     assert all(register in line and "rsp" not in line for line in lines)
 

@@ -1,4 +1,4 @@
-"""Instructions that LLVM finds in no loop: x86's `vpdpbusd`, conversions that round, and those to bfloat16.
+"""Instructions that LLVM finds in no loop: x86's `vpdpbusd`, Arm's `usdot`, conversions that round, or to bfloat16.
 
 An annotation of a schedule says which loops are the first of them; in stock TVM, and on another CPU, they stay loops.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ansor_mlflow.device import has_dot_products, has_matrix_tiles
+from ansor_mlflow.device import has_dot_products, has_matrix_tiles, machine_of
 
 DOT_PRODUCTS = "ansor_mlflow.dot_products"
 """Annotation of a loop over the elements of a vector, to each of which an instruction adds `PACK` products of bytes."""
@@ -17,37 +17,41 @@ PACK_BYTES = 4
 """Size of what is multiplied with as much and added to one sum: four bytes, or two of bfloat16."""
 PACK = PACK_BYTES
 """Bytes of a pack."""
-_DOT_LANES = (4, 8, 16)
+_DOT_PRODUCTS = {
+    **{("x86_64", lanes): f"llvm.x86.avx512.vpdpbusd.{32 * lanes}" for lanes in (4, 8, 16)},
+    ("aarch64", 4): "llvm.aarch64.neon.usdot.v4i32.v16i8",
+}
+"""LLVM's intrinsics by architecture and elements of a vector; their operands are vectors of bytes since version 22."""
 
 
 def with_dot_products(func: Any, _mod: Any, _context: Any) -> Any:
-    """A lowered function whose annotated loops are `vpdpbusd`; on a CPU without it they stay loops."""
+    """A lowered function whose annotated loops are dot products; on a CPU without an instruction they stay loops."""
     from tvm.tirx import For
     from tvm_ffi import structural_mutate
 
-    if not has_dot_products(func.attrs["target"]):
+    target = func.attrs["target"]
+    if not has_dot_products(target):
         return func
+    architecture = machine_of(target)
 
     def visit(loop: Any, mutator: Any) -> Any:
-        found = _dot_products(loop) if DOT_PRODUCTS in loop.annotations else None
+        found = _dot_products(loop, architecture) if DOT_PRODUCTS in loop.annotations else None
         return found or mutator.default_mutate(loop)
 
     return func.with_body(structural_mutate(func.body, (For, visit)))
 
 
-def _dot_products(loop: Any) -> Any:
+def _dot_products(loop: Any, architecture: str) -> Any:
     """sums[lane] += sum over k < 4 of data[k] · weights[lane, k], for all lanes at once; None of another loop.
 
-    A record may annotate any loop, so that all of it is checked. The names and types are those of LLVM's intrinsics,
-    whose operands are vectors of bytes since its version 22.
+    A record may annotate any loop, so that all of it is checked.
     """
     from tvm import tirx
 
     extents, product = product_in(loop) or ({}, None)
     lanes = int(loop.extent)
-    if product is None or not product.of_bytes:
-        return None
-    if list(extents.values()) != [lanes, PACK] or lanes not in _DOT_LANES:
+    name = _DOT_PRODUCTS.get((architecture, lanes))
+    if product is None or not product.of_bytes or name is None or list(extents.values()) != [lanes, PACK]:
         return None
     variables = list(extents)
     if product.strides(variables) != ((1, 0), (0, 1), (PACK, 1)):
@@ -60,7 +64,6 @@ def _dot_products(loop: Any) -> Any:
     pack = tirx.reinterpret(f"int8x{PACK * lanes}", tirx.Broadcast(vector(product.data, "int32", PACK), lanes))
     packs = vector(product.weights, f"int8x{PACK * lanes}", PACK * lanes)
     sums = vector(product.sums, f"int32x{lanes}", lanes)
-    name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
     total = tirx.call_llvm_pure_intrin(f"int32x{lanes}", name, sums, pack, packs)
     return tirx.BufferStore(product.sums.source, total, [tirx.Ramp(first_place(product.sums, variables), 1, lanes)])
 

@@ -34,7 +34,7 @@ _TRIPLE_ALIASES = {
 _ARITHMETIC = {"float16": {"avx512fp16", "fullfp16"}, "bfloat16": {"avx512bf16", "amx-bf16", "bf16"}}
 """LLVM's names of the instruction sets that compute in 16-bit floats, one of which is enough."""
 
-_DOT_PRODUCTS = {"avx512vnni", "avxvnni"}
+_DOT_PRODUCTS = {"avx512vnni", "avxvnni", "i8mm"}
 _MATRIX_TILES = ("amx-bf16", "amx-int8", "amx-tile", "avx512bf16")
 """All of these come together."""
 _FLAGS_OF_TILES = {"amx_bf16", "amx_int8", "amx_tile", "avx512_bf16"}
@@ -184,7 +184,9 @@ def has_arithmetic(target: Target, dtype: str) -> bool:
 
 
 def has_dot_products(target: Target) -> bool:
-    """Whether a CPU adds four products of unsigned and signed 8 bits to each element of a vector: x86's `vpdpbusd`."""
+    """Whether a CPU adds four products of unsigned and signed 8 bits to each element of a vector: x86's `vpdpbusd`, or
+    Arm's `usdot`.
+    """
     return not _DOT_PRODUCTS.isdisjoint(cpu_features(target))
 
 

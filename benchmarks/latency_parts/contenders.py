@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,22 +42,24 @@ class Turn:
     """Resident memory, that of Python and of what times it included."""
 
 
-def contenders_of(model: Path, scratch: Path) -> Iterator[tuple[str, MakeInference]]:
+def contenders_of(model: Path, builds: Sequence[str], scratch: Path) -> Iterator[tuple[str, MakeInference]]:
     """Yields the contenders of a tuned model by their names: other compilations of its network, itself, the rivals.
 
     Args:
         model: Directory of the model, with one library, which is for this host.
+        builds: Names of the other compilations.
         scratch: Where other libraries are written.
     """
     manifest = Manifest.read(model)
     (entry,) = manifest.libraries
-    yield "untuned", _built(model, manifest, entry, scratch / "untuned", untuned=True)
-    yield "no trials", _built(model, manifest, entry, scratch / "instant", untuned=False)
+    for build in builds:
+        yield build, _built(model, manifest, entry, scratch / build, untuned=build == "untuned")
     yield OURS, partial(tuned_inference, model)
     task = RivalTask(
         network=model / NETWORK_FILE,
         outputs=tuple(spec.name for spec in manifest.outputs),
         num_threads=entry.fingerprint.num_threads,
+        dtype=LoweringSettings.among(entry.provenance).dtype,
     )
     for rival in choose_rivals("auto"):
         if rival != "torch":  # which needs a program, and the networks here are ONNX

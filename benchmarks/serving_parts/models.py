@@ -39,13 +39,14 @@ class Models:
     num_threads: int
 
 
-def tuned_model(network: str, trials: str, directory: Path) -> Path:
+def tuned_model(network: str, trials: str, directory: Path, dtype: str = "float32") -> Path:
     """Tunes and compiles a network, unless that was done in this directory before; returns the model's directory."""
-    model = directory / f"{re.sub(r'[^A-Za-z0-9.]+', '-', Path(network).stem)}-{trials}"
+    model = directory / f"{re.sub(r'[^A-Za-z0-9.]+', '-', Path(network).stem)}-{trials}-{dtype}"
     if (model / _MODEL_FILE).is_file():
         return model
     store = f"sqlite:///{directory / 'mlflow.db'}"
-    _run(["tune", "--network", network, "--trials", trials], directory, store)
+    network = str(Path(network).absolute()) if Path(network).is_file() else network
+    _run(["tune", "--network", network, "--trials", trials, "--dtype", dtype], directory, store)
     client = mlflow.MlflowClient(store)
     (run,) = client.search_runs(["0"], f"tags.`{names.TAG_STEP}` = 'tune'", max_results=1)
     printed = _run(["compile", "--network", network, "--tune-run", run.info.run_id], directory, store)
