@@ -67,8 +67,10 @@ _MAX_CHANNELS, _MIN_LANES, _MIN_VECTORS = 2, 4, 4
 has then: in the end their elements are added one after the other."""
 _FEW_CHANNELS = 3
 """Channels of an image, which are no vector."""
-_MAX_TILES_OF_DATA, _MIN_HEIGHT, _MIN_PACKS = 3, 7, 7
-"""Tiles of data beside those of weights and sums, and rows and packs of them from which AMX is worth its start."""
+_MAX_TILES_OF_DATA, _MIN_HEIGHT = 3, 7
+"""Tiles of data beside those of weights and sums, and rows of them from which AMX is worth its start."""
+_MIN_PACKS = {PACK: 7, PACK // 2: 6}
+"""Packs from which it is, by their elements: bytes have another instruction, bfloat16 has none."""
 _FEW_PACKS = 2
 """Packs of the channels of an image."""
 _NUM_MICRO = 48
@@ -348,7 +350,7 @@ class MatrixTiling(IntegerTiling):
     name = "matrix tile"
     _max_epilogue = 64
     _writes_out = False
-    _dtypes: ClassVar = {**IntegerTiling._dtypes, ("bfloat16", "bfloat16"): 2}
+    _dtypes: ClassVar = {**IntegerTiling._dtypes, ("bfloat16", "bfloat16"): PACK // 2}
 
     def __init__(self, mod: IRModule, contraction: Contraction, machine: Machine) -> None:
         super().__init__(mod, contraction, machine)
@@ -365,7 +367,7 @@ class MatrixTiling(IntegerTiling):
 
     def _micro_tiles(self) -> Iterator[tuple[int, int, int, int]]:
         axes = self._axes
-        if self._contraction.group % TILE_ROWS or most_packs(axes.sums[-1]) < _MIN_PACKS:
+        if self._contraction.group % TILE_ROWS or most_packs(axes.sums[-1]) < _MIN_PACKS[self._pack]:
             return
         sizes = itertools.product(range(1, MAX_VECTORS + 1), range(_MIN_HEIGHT, _MAX_TILES_OF_DATA * TILE_ROWS + 1))
         for vectors, columns in sizes:
