@@ -120,7 +120,7 @@ def _narrow(value: Any) -> Any:
     from tvm.ir import Call
 
     if isinstance(value, tirx.Cast):
-        return value.value
+        return value.value if str(value.ty.dtype) == "int32" else None
     shift = value.args[0] if isinstance(value, Call) and getattr(value.op, "name", "") == "tirx.reinterpret" else None
     if not isinstance(shift, tirx.LShift) or not isinstance(shift.a, tirx.Cast) or int(shift.b) != 16:
         return None
@@ -198,18 +198,20 @@ def with_conversions_that_round(func: Any, _mod: Any, _context: Any) -> Any:
     from tvm.tirx import AttrStmt, Cast
     from tvm_ffi import structural_mutate
 
-    has_bfloat16 = has_matrix_tiles(func.attrs["target"])
+    has_bfloat16, narrowed = has_matrix_tiles(func.attrs["target"]), []
 
     def visit(cast: Any, mutator: Any) -> Any:
         cast = mutator.default_mutate(cast)
-        found = _as_bfloat16(cast) if has_bfloat16 and str(cast.ty.dtype).startswith("uint16") else _rounded(cast)
+        if has_bfloat16 and (found := _as_bfloat16(cast)) is not None:
+            narrowed.append(found)
+            return found
+        found = _rounded(cast)
         return cast if found is None else found
 
     body = structural_mutate(func.body, (Cast, visit))
-    return func.with_body(AttrStmt(0, "pragma_import_llvm", _TO_BFLOAT16, body) if has_bfloat16 else body)
+    return func.with_body(AttrStmt(0, "pragma_import_llvm", _TO_BFLOAT16, body) if narrowed else body)
 
 
-# TVM's code generator has no type for bfloat16, but takes functions in LLVM's own language.
 _TO_BFLOAT16 = "".join(
     f"""
 define linkonce_odr <{lanes} x i16> @to_bfloat16_{lanes}(<{lanes} x float> %value) alwaysinline {{
@@ -220,6 +222,7 @@ define linkonce_odr <{lanes} x i16> @to_bfloat16_{lanes}(<{lanes} x float> %valu
 """
     for lanes in (8, 16)
 )
+"""Functions in LLVM's own language: TVM's code generator has no type for bfloat16."""
 
 
 def _as_bfloat16(cast: Any) -> Any:

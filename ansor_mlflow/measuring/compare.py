@@ -52,7 +52,7 @@ class RivalTask:
     platform: Platform = CPU
     """The kind of device that it runs on."""
     dtype: Dtype = "float32"
-    """What the model makes of float32, so that rivals that can do so, too."""
+    """What the model computes float32 in; a rival that can takes it, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ class CheckedRival:
     is_right: bool = False
     absent: str = ""
     dtype: Dtype = "float32"
-    """What it makes of float32."""
+    """What it computes float32 in."""
 
     def to_dict(self, latency: Latency | None) -> dict[str, Any]:
         found: dict[str, Any] = {"rival": self.name, "version": version_of(self.name)}
