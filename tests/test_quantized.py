@@ -341,3 +341,64 @@ def test_channels_that_are_last_already_stay(tmp_path: Path) -> None:
     assert rewrite_operators(model) is model
     onnx.save(model, tmp_path / "model.onnx")
     assert is_quantized(tmp_path / "model.onnx")
+
+
+def nibble_product(
+    rows: tuple[int, ...], terms: int, columns: int, block: int, zeros: str = "", *, bits: int = 4, bias: bool = False
+) -> tuple[onnx.ModelProto, dict[str, np.ndarray]]:
+    """A product with weights of a few bits, as of a language model, and its data."""
+    rng, num_blocks = np.random.default_rng(0), -(-terms // block)
+    constants: dict[str, Any] = {
+        "w": rng.integers(0, 256, (columns, num_blocks, block * bits // 8), np.uint8),
+        "s": rng.random((columns, num_blocks), np.float32) / 10 + 0.01,
+    }
+    if zeros == "uint8":
+        constants["z"] = rng.integers(0, 256, (columns, -(-num_blocks // 2)), np.uint8)
+    elif zeros:
+        constants["z"] = 15 * rng.random((columns, num_blocks), np.float32)
+    if bias:
+        constants["b"] = rng.random(columns, np.float32)
+    names = ["x", "w", "s", "z" if zeros else "", "", "b" if bias else ""]
+    data = {"x": rng.normal(size=(*rows, terms)).astype(np.float32)}
+    settings = {"K": terms, "N": columns, "bits": bits, "block_size": block}
+    model = one_operator("MatMulNBits", data, constants, inputs=names, domain=MICROSOFT, **settings)
+    model.graph.output[0].CopyFrom(tensor("y0", (*rows, columns)))  # ONNX infers none for operators of Microsoft's
+    return model, data
+
+
+@pytest.mark.parametrize("target", ["", "llvm -mcpu=x86-64"])
+@pytest.mark.parametrize(
+    ("rows", "terms", "columns", "block", "zeros", "bias"),
+    [
+        ((1,), 64, 48, 32, "", False),
+        ((1,), 4096, 64, 128, "float32", False),
+        ((2, 3), 144, 64, 16, "uint8", True),
+        ((8,), 256, 32, 64, "", True),
+        ((2, 1, 5), 96, 16, 32, "uint8", False),
+        ((3, 10), 96, 32, 32, "uint8", True),
+        ((1,), 80, 1000, 32, "uint8", False),
+        ((40,), 80, 13, 32, "float32", False),
+    ],
+)
+def test_products_with_weights_of_4_bits_are_right(
+    rows: tuple[int, ...],
+    terms: int,
+    columns: int,
+    block: int,
+    zeros: str,
+    bias: bool,
+    target: str,
+    host_target: Target,
+) -> None:
+    model, data = nibble_product(rows, terms, columns, block, zeros, bias=bias)
+    lowered = lower(model, resolve_target(target, 2) if target else host_target)
+    assert not lowered.parts
+    assert any("matmul" in task.info.name for task in lowered.tasks) == (np.prod(rows) > 16)
+    (found,) = run_lowered(lowered, host_target, data)
+    (expected,) = run_one(model, data)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * abs(expected).max())
+
+
+def test_weights_of_8_bits_for_each_block_stay_with_onnx_runtime(host_target: Target) -> None:
+    model, _ = nibble_product((1,), 64, columns=32, block=32, bits=8)
+    assert [part.graph.runs_in for part in lower(model, host_target).parts] == ["onnxruntime"]

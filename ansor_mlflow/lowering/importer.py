@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,10 @@ _WEIGHT_SCALE, _STATE_SCALE = 8, 10
 """Positions of inputs of a recurrent layer, and how many there are."""
 _LINE_ELEMENTS = 16
 """Float32 elements of a line of the caches, which two threads do not share."""
+_ZEROS, _GROUPS, _NIBBLE_BIAS = 3, 4, 5
+"""Positions of inputs of a MatMulNBits."""
+_MAX_NIBBLE_ROWS = 16
+"""Rows up to which its weights are read as they are."""
 _Array = NDArray[Any]
 
 
@@ -51,7 +56,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
         self._added: dict[str, Callable[[onnx.NodeProto], list[relax.Expr]]] = {"LRN": self._local_response}
         if platform_of(target).has_sketches:
             self._added |= dict.fromkeys(GATES, self._recurrent)
-            self._added["ScatterND"] = self._scatter
+            self._added |= {"ScatterND": self._scatter, "MatMulNBits": self._nibble_product}
         if has_dot_products(target):
             self._added["DynamicQuantizeLSTM"] = self._recurrent
             self._added |= {"ConvInteger": self._byte_convolution, "MatMulInteger": self._byte_product}
@@ -148,6 +153,42 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             return te.compute((*data.shape[:-1], columns), total, "byte_product")
 
         return self.bb.emit_te(product, data, weight, primfunc_name_hint="matmul_integer")
+
+    def _nibble_product(self, node: onnx.NodeProto) -> list[relax.Expr]:
+        """A product with constant weights of 4 bits, which have a scale and a zero point for each block of terms.
+
+        See MatMulNBits in ContribOperators.md of ONNX Runtime. Of many rows it is one of floats: what takes the time is
+        no more to read the weights.
+        """
+        inputs: list[Any] = [self._nodes[name] if name else None for name in node.input] + [None] * _MAX_INPUTS
+        data, attributes, emit, op = inputs[0], attributes_of(node), self.bb.emit, relax.op
+        terms, columns, block = (int(attributes[name]) for name in ("K", "N", "block_size"))
+        if int(attributes.get("bits", 4)) != 4 or inputs[_GROUPS] is not None or str(data.ty.dtype) != "float32":
+            raise tvm.error.OpNotImplemented("a product with weights of other than 4 bits")
+        *outer, _ = (int(size) for size in data.ty.shape)
+        rows, more_terms, more_columns = prod(outer), -terms % block, -columns % _LINE_ELEMENTS
+        nibbles = _nibbles(_value(inputs[1]).reshape(columns, -1))
+        scales = _value(inputs[2]).reshape(columns, -1).astype(np.float32)
+        zeros = np.full_like(scales, 8) if inputs[_ZEROS] is None else _value(inputs[_ZEROS]).reshape(columns, -1)
+        zeros = (_nibbles(zeros)[:, : scales.shape[1]] if zeros.dtype == np.uint8 else zeros).astype(np.float32)
+        flat = emit(op.reshape(data, (rows, terms)))
+        if rows > _MAX_NIBBLE_ROWS:
+            floats = (nibbles.reshape(columns, -1, block) - zeros[..., None]) * scales[..., None]
+            weights = relax.const(np.ascontiguousarray(floats.reshape(columns, -1)[:, :terms].T))
+            result = emit(op.matmul(flat, weights))
+        else:
+            # what is added to blocks and vectors is zero
+            nibbles, scales, zeros = (np.pad(each, [(0, more_columns), (0, 0)]) for each in (nibbles, scales, zeros))
+            flat = emit(op.nn.pad(flat, [0, 0, 0, more_terms])) if more_terms else flat
+            product = NibbleProduct.of(rows, terms + more_terms, columns + more_columns, block)
+            pairs = nibbles.reshape(len(nibbles), -1, 2)
+            constants = (pairs[..., 0] | pairs[..., 1] << 4).astype(np.uint8), scales, scales * zeros
+            variable = self.bb.add_func(product.function(Machine.of(self._target).num_threads), "nibble_product")
+            arguments = [flat, *(relax.const(product.in_panels(each)) for each in constants)]
+            result = emit(relax.call_tir(variable, arguments, relax.TensorType((rows, product.columns), "float32")))
+            result = emit(op.strided_slice(result, [1], [0], [columns])) if more_columns else result
+        result = emit(op.reshape(result, (*outer, columns)))
+        return [result if inputs[_NIBBLE_BIAS] is None else emit(op.add(result, inputs[_NIBBLE_BIAS]))]
 
     def _quantize(self, node: onnx.NodeProto) -> list[relax.Expr]:
         return self._quantized(self._nodes[node.input[0]])
@@ -248,6 +289,97 @@ def _value(constant: relax.Expr | None) -> _Array:
     if not isinstance(constant, GenericConst):
         raise tvm.error.OpNotImplemented("a recurrent layer whose weights are no constants")
     return np.asarray(constant.value.numpy())
+
+
+def _nibbles(bytes_: _Array) -> _Array:
+    """Halves of bytes along the last axis, the lower ones first."""
+    return np.stack([bytes_ & 15, bytes_ >> 4], axis=-1).reshape(*bytes_.shape[:-1], -1)
+
+
+@dataclass(frozen=True)
+class NibbleProduct:
+    """A product with weights of 4 bits, which a thread reads panel after panel, once for a few rows of the data."""
+
+    rows: int
+    terms: int
+    columns: int
+    block: int
+    """Terms that have a scale and a zero point of their own."""
+    rows_at_once: int
+    vectors: int
+    """Vectors of columns of a panel."""
+
+    @staticmethod
+    def of(rows: int, terms: int, columns: int, block: int) -> NibbleProduct:
+        rows_at_once = next(number for number in (4, 3, 2, 1) if rows % number == 0)
+        most = 4 if rows_at_once == 1 else 2
+        vectors = next(number for number in (4, 2, 1) if number <= most and columns % (number * _LINE_ELEMENTS) == 0)
+        return NibbleProduct(rows, terms, columns, block, rows_at_once, vectors)
+
+    def in_panels(self, values: _Array) -> _Array:
+        """What belongs to columns, (columns, n), as (panels, n, columns of a panel)."""
+        width = self.vectors * _LINE_ELEMENTS
+        return np.ascontiguousarray(values.reshape(self.columns // width, width, -1).transpose(0, 2, 1))
+
+    def function(self, num_threads: int) -> tirx.PrimFunc:
+        """Σ over blocks of scale · Σ data · nibble − scale · zero point · Σ data."""
+        width, num_blocks = self.vectors * _LINE_ELEMENTS, self.terms // self.block
+        panels, at_once, zero = self.columns // width, self.rows_at_once, tirx.const(0, "float32")
+        loop = T.parallel if num_threads > 1 and self.terms * self.columns >= MIN_PARALLEL else T.serial
+        with IRBuilder() as builder, T.prim_func(is_private=True, s_tir=True):
+            T.func_name("nibble_product")
+            T.func_attr(WRITTEN_AS_LOOPS)
+            data = T.arg("data", T.buffer((self.rows, self.terms), "float32"))
+            weights = T.arg("weights", T.buffer((panels, self.terms // 2, width), "uint8"))
+            scales = T.arg("scales", T.buffer((panels, num_blocks, width), "float32"))
+            zeros = T.arg("zeros", T.buffer((panels, num_blocks, width), "float32"))
+            result = T.arg("result", T.buffer((self.rows, self.columns), "float32"))
+            with T.sblock("product"):
+                sums = T.alloc_buffer((self.rows, num_blocks))
+                with T.serial(self.rows) as row, T.serial(num_blocks) as block:
+                    T.buffer_store(sums, zero, [row, block])
+                    with T.serial(self.block) as term:
+                        total = sums[row, block] + data[row, block * self.block + term]
+                        T.buffer_store(sums, total, [row, block])
+                with loop(panels) as panel, T.serial(self.rows // at_once) as group:
+                    totals, partial = (T.alloc_buffer((at_once, width), scope="local") for _ in range(2))
+                    self._each(lambda place: T.buffer_store(totals, zero, place))
+                    with T.serial(num_blocks) as block:
+                        self._each(lambda place: T.buffer_store(partial, zero, place))
+                        with T.serial(self.block // 2) as pair:
+                            number = block * (self.block // 2) + pair
+
+                            def add(place: list[Any]) -> None:
+                                row, column = place
+                                byte, first = weights[panel, number, column], group * at_once + row
+                                halves = (byte & tirx.const(15, "uint8"), byte >> tirx.const(4, "uint8"))
+                                factors = (data[first, 2 * number + half] for half in range(2))
+                                terms = (a * tirx.Cast("float32", b) for a, b in zip(factors, halves, strict=True))
+                                T.buffer_store(
+                                    partial, functools.reduce(operator.add, terms, partial[row, column]), place
+                                )
+
+                            self._each(add)
+
+                        def scale(place: list[Any]) -> None:
+                            row, column = place
+                            scaled = partial[row, column] * scales[panel, block, column]
+                            offset = sums[group * at_once + row, block] * zeros[panel, block, column]
+                            T.buffer_store(totals, totals[row, column] + scaled - offset, place)
+
+                        self._each(scale)
+
+                    def write(place: list[Any]) -> None:
+                        row, column = place
+                        T.buffer_store(result, totals[row, column], [group * at_once + row, panel * width + column])
+
+                    self._each(write)
+        return builder.get()
+
+    def _each(self, store: Callable[[list[Any]], None]) -> None:
+        """A statement for each element of a tile, in vectors."""
+        with T.unroll(self.rows_at_once) as row, T.unroll(self.vectors) as vector, T.vectorized(_LINE_ELEMENTS) as lane:
+            store([row, vector * _LINE_ELEMENTS + lane])
 
 
 def _scatter_rows(sizes: Sequence[int], width: int, count: int, reduction: str, num_threads: int) -> tirx.PrimFunc:
