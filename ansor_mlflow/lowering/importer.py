@@ -311,7 +311,7 @@ class NibbleProduct:
 
     @staticmethod
     def of(rows: int, terms: int, columns: int, block: int) -> NibbleProduct:
-        rows_at_once = next(number for number in (4, 3, 2, 1) if rows % number == 0)
+        rows_at_once = next(number for number in (8, 6, 5, 4, 3, 2, 1) if rows % number == 0)
         most = 4 if rows_at_once == 1 else 2
         vectors = next(number for number in (4, 2, 1) if number <= most and columns % (number * _LINE_ELEMENTS) == 0)
         return NibbleProduct(rows, terms, columns, block, rows_at_once, vectors)
@@ -351,8 +351,8 @@ class NibbleProduct:
 
                             def add(place: list[Any]) -> None:
                                 row, column = place
-                                byte, first = weights[panel, number, column], group * at_once + row
-                                halves = (byte & tirx.const(15, "uint8"), byte >> tirx.const(4, "uint8"))
+                                byte, first = tirx.Cast("int32", weights[panel, number, column]), group * at_once + row
+                                halves = (byte & 15, byte >> 4)
                                 factors = (data[first, 2 * number + half] for half in range(2))
                                 terms = (a * tirx.Cast("float32", b) for a, b in zip(factors, halves, strict=True))
                                 T.buffer_store(
