@@ -152,6 +152,40 @@ def test_one_input_cannot_judge_itself(network: Network, tmp_path: Path) -> None
         quantize(network, data=str(tmp_path / "one.npz"))
 
 
+def test_a_concatenation_with_a_constant_stays_a_float(tmp_path: Path) -> None:
+    """ONNX Runtime's tools make a vector of the constant."""
+    builder = GraphBuilder(seed=0)
+    data = builder.conv("conv0", builder.input("data", SHAPE), (8, 3, 3, 3), padding=1)
+    plane = builder.constant("plane", np.ones((1, 1, 12, 12), np.float32))
+    data = builder.node("Concat", "joined", data, plane, axis=1)
+    builder.conv("conv1", data, (4, 9, 1, 1))
+    onnx.save(builder.build("joined", {"conv1": (1, 4, 12, 12)}), tmp_path / "joined.onnx")
+    np.savez(tmp_path / "data.npz", data=np.random.default_rng(0).normal(size=(8, *SHAPE[1:])).astype(np.float32))
+    made, found = quantize(load_network(str(tmp_path / "joined.onnx")), data=str(tmp_path / "data.npz"))
+    assert num_quantized(made) == len(found.layers) == 2
+
+
+def test_layers_that_share_constants_have_their_own(tmp_path: Path) -> None:
+    """ONNX Runtime's tools write `bias` of the second layer as `bias1`, which is another tensor here."""
+    builder = GraphBuilder(seed=0)
+    weight, bias = (
+        builder.weight(name, np.ones(shape, np.float32)) for name, shape in (("w", (3, 3, 1, 1)), ("bias", 3))
+    )
+    first = builder.node("Conv", "bias1", builder.input("data", SHAPE), weight, bias)
+    second = builder.node("Conv", "bias2", first, weight, bias)
+    builder.node("Sub", "y", second, builder.node("Neg", "negative", first))
+    onnx.save(builder.build("shared", {"y": SHAPE}), tmp_path / "shared.onnx")
+    np.savez(tmp_path / "data.npz", data=np.random.default_rng(0).normal(size=(8, *SHAPE[1:])).astype(np.float32))
+    made, found = quantize(load_network(str(tmp_path / "shared.onnx")), data=str(tmp_path / "data.npz"))
+    assert num_quantized(made) == len(found.layers) == 2
+
+
+def test_a_quantised_network_is_refused(network: Network, data: str) -> None:
+    made, _ = quantize(network, data=data, quantize_max_loss=1.0)
+    with pytest.raises(UserInputError, match="the network is quantised already"):
+        quantize(made, data=data)
+
+
 def test_a_network_without_layers_is_refused(tmp_path: Path) -> None:
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, (1, 4))
     result = helper.make_tensor_value_info("y", TensorProto.FLOAT, (1, 4))

@@ -7,9 +7,12 @@ activations are unsigned, weights signed with a scale for each channel.
 from __future__ import annotations
 
 import bisect
+import contextlib
+import copy
 import logging
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -25,8 +28,8 @@ from ansor_mlflow import names
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, one_line
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import Report, Reported, Table, figure
-from ansor_mlflow.graphs import attributes_of, flops_of_nodes, fold_scales, opset_version, raise_opset, simplify
-from ansor_mlflow.measuring import Loss, choose_examples, find_loss, reference_inference
+from ansor_mlflow.graphs import attributes_of, flops_of_nodes, fold_scales, opset_version, raise_opset, simplify, uses
+from ansor_mlflow.measuring import Loss, choose_examples, find_loss, is_quantized, reference_inference
 from ansor_mlflow.networks import Network, read_network, write_onnx
 from ansor_mlflow.parameters import QuantizeNetworkOptions, QuantizeOptions
 from ansor_mlflow.processes import in_child_process
@@ -154,8 +157,8 @@ def quantized(network: Network, options: QuantizeOptions) -> tuple[Network, Quan
     """A network as `quantize` asks for it, and what it lost.
 
     Raises:
-        UserInputError: It has several sizes or no layer to be quantised, there are not two inputs, or none of its
-            layers may be quantised.
+        UserInputError: It has several sizes or no layer to be quantised, is quantised already, there are not two
+            inputs, or none of its layers may be quantised.
     """
     if options.quantize == "off":
         return network, None
@@ -165,6 +168,8 @@ def quantized(network: Network, options: QuantizeOptions) -> tuple[Network, Quan
     with scratch_directory() as scratch:
         files = Path(scratch, "network.onnx"), Path(scratch, "quantized.onnx")
         write_onnx(network.model, files[0])
+        if is_quantized(files[0]):
+            raise UserInputError("quantize=int8: the network is quantised already; leave quantize out")
         examples = choose_examples(options.data, all_sizes(network), options.seed, files[0])
         contract = Contract(
             loss=options.quantize_loss, max_loss=options.quantize_max_loss, minutes=options.quantize_minutes
@@ -233,17 +238,30 @@ def _prepared(network: Path, scratch: Path) -> Path:
     """The network with constants folded and batch normalisations in the layers before them, names of its nodes, and
     biases that are vectors, as ONNX Runtime's tools take no row of a matrix.
     """
-    path = scratch / "float.onnx"
+    path, model = scratch / "float.onnx", onnx.load(network)
+    raised = raise_opset(model, _OPSET_OF_CHANNELS)
+    onnx.save(raised, path)
+    with contextlib.suppress(UserInputError):  # of what ONNX's converter made of an old file
+        reference_inference(path, 0, exact=True)
+        model = raised
     # ONNX Runtime's own preparation would reshape products, which then are in no runtime one with what follows.
-    model = fold_scales(simplify(raise_opset(onnx.load(network), _OPSET_OF_CHANNELS), str(network)))
-    model = onnx.shape_inference.infer_shapes(model)
-    weights = {weight.name: weight for weight in model.graph.initializer}
+    model = onnx.shape_inference.infer_shapes(fold_scales(simplify(model, str(network))))
+    weights, num_uses = {weight.name: weight for weight in model.graph.initializer}, Counter(uses(model.graph))
     for number, node in enumerate(model.graph.node):
         node.name = f"{number} {node.op_type}"
+        for place, name in enumerate(node.input if node.op_type in _LAYERS else []):
+            if name in weights and num_uses[name] > 1:
+                # What several layers share ONNX Runtime's tools give names that other tensors may have.
+                own = copy.deepcopy(weights[name])
+                own.name = node.input[place] = f"{name} of {number}"
+                weights[own.name] = own
         if node.op_type == "Gemm" and len(node.input) == 3 and all(name in weights for name in node.input[1:]):
             _, weight, bias = node.input
             is_transposed = bool(attributes_of(node).get("transB", 0))
             _make_vector(weights[bias], channels=weights[weight].dims[not is_transposed])
+    used = set(uses(model.graph))
+    del model.graph.initializer[:]
+    model.graph.initializer.extend(weight for weight in weights.values() if weight.name in used)
     onnx.save(model, path)
     return path
 
@@ -395,8 +413,8 @@ class _QuantizationSearch:
         found: list[str] = []
         quantized: set[str] = set()
         for node in self._nodes:
-            computed = {name for name in node.input if name} - self._constants
-            of_bytes = node.op_type in _BETWEEN and computed <= quantized
+            limits = self._constants if node.op_type == "Clip" else set()  # other constants its tools take amiss
+            of_bytes = node.op_type in _BETWEEN and {name for name in node.input if name} - limits <= quantized
             if of_bytes:
                 found.append(node.name)
             if of_bytes or (node.op_type == "Conv" and node.name in layers):
