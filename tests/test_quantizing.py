@@ -180,6 +180,18 @@ def test_layers_that_share_constants_have_their_own(tmp_path: Path) -> None:
     assert num_quantized(made) == len(found.layers) == 2
 
 
+def test_ranges_that_one_way_cannot_tell_another_does(tmp_path: Path) -> None:
+    """There is no histogram of numbers as small as these."""
+    builder = GraphBuilder(seed=0)
+    data = builder.input("data", SHAPE)
+    tiny = builder.node("Mul", "tiny", data, builder.constant("factor", np.float32(1e-44)))
+    builder.node("Add", "y", builder.conv("conv0", tiny, (3, 3, 1, 1)), builder.conv("conv1", data, (3, 3, 1, 1)))
+    onnx.save(builder.build("tiny", {"y": SHAPE}), tmp_path / "tiny.onnx")
+    np.savez(tmp_path / "data.npz", data=np.random.default_rng(0).normal(size=(8, *SHAPE[1:])).astype(np.float32))
+    _, found = quantize(load_network(str(tmp_path / "tiny.onnx")), data=str(tmp_path / "data.npz"))
+    assert {candidate.calibration for candidate in found.candidates} == {"minmax"}
+
+
 def test_a_quantised_network_is_refused(network: Network, data: str) -> None:
     made, _ = quantize(network, data=data, quantize_max_loss=1.0)
     with pytest.raises(UserInputError, match="the network is quantised already"):

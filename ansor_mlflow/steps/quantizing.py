@@ -313,7 +313,14 @@ class _QuantizationSearch:
                 f"quantize=int8: the network has no {', '.join(_LAYERS)} with constant weights; leave quantize out"
             )
         calibrations = tuple(_METHODS) if self._calibrating else (DYNAMIC,)
-        calibration = min(calibrations, key=lambda each: self._try(each, ()).loss)
+        for number, each in enumerate(calibrations):
+            try:
+                self._try(each, ())
+            except Exception as err:  # histograms of an infinity, or of next to nothing, are errors of NumPy's
+                if isinstance(err, AnsorMlflowError) or (number == len(calibrations) - 1 and not self._candidates):
+                    raise
+                _log.info("no ranges by %s: %s", each, one_line(err))
+        calibration = min(self._candidates, key=lambda candidate: candidate.loss).calibration
         floats: list[str] = []
         if min(candidate.loss for candidate in self._candidates) > self._contract.max_loss:
             floats = self._floats(calibration)
