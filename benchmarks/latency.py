@@ -26,10 +26,10 @@ from ansor_mlflow.errors import AnsorMlflowError
 from ansor_mlflow.measuring import (
     MachineNoise,
     MakeInference,
+    allowed_error,
     call_once,
     deviation_of,
     expected_of,
-    tolerance_for,
     version_of,
 )
 from ansor_mlflow.measuring.rivals import RIVALS, rival_titles
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from ansor_mlflow.tuning import Roofline
 
 _SEED = 0
-_ROUNDINGS = 10
-"""How many times the tolerance a contender may be off: who is faster does not depend on it."""
+_TOLERANCE = 1e-3
+"""What a contender may be off at least."""
 _COLUMNS = {
     "latency_ms": ("ms", "{:.4g}"),
     "spread": ("±", "{:.1%}"),
@@ -121,7 +121,6 @@ def _measure(
     roofline = measure_roofline(device)
     flops, bound_s = in_child_process(call_once, partial(_cost, model / NETWORK_FILE, num_threads, settings, roofline))
     (expected,) = expected_of(model / NETWORK_FILE, num_threads, [inputs])
-    tolerance = tolerance_for("auto", model / NETWORK_FILE, settings.dtype)
     timed: dict[str, MakeInference] = {}
     absent: dict[str, str] = {}
     for name, make_inference in contenders_of(model, builds, scratch):
@@ -130,7 +129,9 @@ def _measure(
         except AnsorMlflowError as err:
             absent[name] = str(err)
             continue
-        if error <= _ROUNDINGS * tolerance:
+        if error <= max(
+            _TOLERANCE, allowed_error(error, "auto", model / NETWORK_FILE, settings.dtype, num_threads, [inputs])
+        ):
             timed[name] = make_inference
         else:
             absent[name] = f"its outputs are wrong: max_rel_error={error:.3g}"

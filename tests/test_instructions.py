@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tvm
 from helpers.exports import make_model, tensor
-from helpers.programs import assert_same, program_of, programs_of
+from helpers.programs import TOLERANCE, assert_same, program_of, programs_of
 from onnx import TensorProto, helper
 from tvm.driver import build
 
@@ -24,6 +24,8 @@ from ansor_mlflow.settings import LoweringSettings
 if TYPE_CHECKING:
     from tvm.ir import IRModule
     from tvm.target import Target
+
+    from ansor_mlflow.sketches import Programs
 
 
 def byte_product(rows: int, terms: int, columns: int) -> IRModule:
@@ -42,17 +44,22 @@ def byte_product(rows: int, terms: int, columns: int) -> IRModule:
     return tvm.IRModule({"main": function.with_attrs({"layout_free_buffers": [1], "global_symbol": "main"})})
 
 
+def assert_tiles_are_right(mod: IRModule, programs: Programs, target: Target, tolerance: float = TOLERANCE) -> None:
+    """A few programs compute what a task does, also on a CPU without the instruction, where they are plain loops."""
+    for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
+        program = program_of(programs, tile)
+        assert programs.tile_of(program) == tile
+        for each in (target, resolve_target("llvm -mcpu=x86-64", 2)):
+            assert_same(mod, program.mod, each, tolerance=tolerance)
+
+
 @pytest.mark.parametrize(("rows", "terms", "columns"), [(13, 64, 48), (1, 36, 96), (40, 32, 8), (9, 512, 4)])
 def test_sums_of_bytes_are_added_four_at_a_time(rows: int, terms: int, columns: int, host_target: Target) -> None:
     """On a CPU without that instruction the same programs are plain loops."""
     mod, target = byte_product(rows, terms, columns), resolve_target("llvm -mcpu=znver4", 2)
     programs = programs_of(mod, target)
     assert programs.first_decision.startswith("integer tile")
-    for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
-        program = program_of(programs, tile)
-        assert programs.tile_of(program) == tile
-        for each in (host_target, resolve_target("llvm -mcpu=x86-64", 2)):
-            assert_same(mod, program.mod, each)
+    assert_tiles_are_right(mod, programs, host_target)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +121,22 @@ def test_bytes_are_rounded_as_they_are_converted(
     np.testing.assert_array_equal(found.numpy(), np.clip(np.rint(values), least, most).astype(dtype))
 
 
+def test_a_copy_of_what_was_computed_in_bfloat16_is_right(host_target: Target) -> None:
+    """Only what is copied from outside of the function has bits; the rest are floats until it is written."""
+    from tvm import te, tirx, topi
+
+    x, zero = te.placeholder((8,), "bfloat16", "x"), tirx.const(0, "bfloat16")
+    relu = te.compute((8,), lambda i: tirx.max(x[i], zero), "relu")
+    padded = topi.nn.pad(topi.nn.pad(relu, [1], [1], zero), [2], [2], zero)
+    y = te.compute((14,), lambda i: padded[13 - i], "y")
+    mod = tvm.IRModule({"main": te.create_prim_func([x, y]).with_attr("global_symbol", "main")})
+    values, found = np.linspace(-2, 2, 8).astype(ml_dtypes.bfloat16), np.zeros(14, ml_dtypes.bfloat16)
+    result = tvm.runtime.tensor(found)
+    build(mod, target=host_target, pipeline=tir_pipeline(host_target))["main"](tvm.runtime.tensor(values), result)
+    expected = np.pad(np.maximum(values.astype(np.float32), 0), 3)[::-1]
+    np.testing.assert_array_equal(result.numpy().astype(np.float32), expected)
+
+
 AMX = "llvm -mcpu=sapphirerapids"
 
 
@@ -144,11 +167,7 @@ def test_products_in_tiles_are_right(rows: int, terms: int, columns: int, host_t
     mod, target = byte_product(rows, terms, columns), resolve_target(AMX, 2)
     programs = programs_of(mod, target)
     assert programs.first_decision.startswith("matrix tile")
-    for tile in programs.tiles[:: max(1, len(programs.tiles) // 4)]:
-        program = program_of(programs, tile)
-        assert programs.tile_of(program) == tile
-        for each in (host_target, resolve_target("llvm -mcpu=x86-64", 2)):
-            assert_same(mod, program.mod, each)
+    assert_tiles_are_right(mod, programs, host_target)
 
 
 @pytest.mark.parametrize(
@@ -244,11 +263,7 @@ def test_bfloat16_is_multiplied_in_tiles(
     mod, target = convolution_of_bfloat16(size, channels, kernel, stride, outputs), resolve_target(AMX, 2)
     programs = programs_of(mod, target)
     assert programs.first_decision.startswith("matrix tile")
-    for tile in programs.tiles[:: max(1, len(programs.tiles) // 3)]:
-        program = program_of(programs, tile)
-        assert programs.tile_of(program) == tile
-        for each in (host_target, resolve_target("llvm -mcpu=x86-64", 2)):
-            assert_same(mod, program.mod, each, tolerance=2**-8)  # a step of it
+    assert_tiles_are_right(mod, programs, host_target, tolerance=2**-8)  # a step of it
     library = build(program_of(programs, programs.tiles[0]).mod, target=target, pipeline=tir_pipeline(target))
     assert library.inspect_source("asm").count("tdpbf16ps") >= programs.tiles[0].vectors * programs.tiles[0].rows
 

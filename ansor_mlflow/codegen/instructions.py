@@ -282,11 +282,17 @@ def with_copies_of_bfloat16(func: Any, _mod: Any, _context: Any) -> Any:
         if str(each.dtype) == "bfloat16"
     }
 
-    def check(store: Any) -> None:
-        if store.buffer in copies and _bits_of(store.value) is None:
-            del copies[store.buffer]
-
-    structural_walk(func.body, (tirx.BufferStore, check))
+    stores: list[Any] = []
+    structural_walk(func.body, (tirx.BufferStore, stores.append))
+    computed = {store.buffer for store in stores if store.buffer in copies and _bits_of(store.value) is None}
+    while computed:  # what copies them is one of float32, too
+        for buffer in computed:
+            del copies[buffer]
+        computed = {
+            store.buffer
+            for store in stores
+            if store.buffer in copies and not computed.isdisjoint(_sources_of(store.value))
+        }
     if not copies:
         return func
 
@@ -307,6 +313,16 @@ def with_copies_of_bfloat16(func: Any, _mod: Any, _context: Any) -> Any:
         (tirx.Var, lambda var, _mutator: copies.get(var, var)),
     ]
     return func.with_body(structural_mutate(func.body, visitors))
+
+
+def _sources_of(value: Any) -> list[Any]:
+    """The buffers that a value is read from."""
+    from tvm.ir import TensorLoad
+    from tvm_ffi import structural_walk
+
+    found: list[Any] = []
+    structural_walk(value, (TensorLoad, lambda load: found.append(load.source)))
+    return found
 
 
 def _bits_of(value: Any) -> Any:

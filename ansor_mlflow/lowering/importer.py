@@ -180,7 +180,7 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             # what is added to blocks and vectors is zero
             nibbles, scales, zeros = (np.pad(each, [(0, more_columns), (0, 0)]) for each in (nibbles, scales, zeros))
             flat = emit(op.nn.pad(flat, [0, 0, 0, more_terms])) if more_terms else flat
-            product = NibbleProduct.of(rows, terms + more_terms, columns + more_columns, block)
+            product = _NibbleProduct.of(rows, terms + more_terms, columns + more_columns, block)
             pairs = nibbles.reshape(len(nibbles), -1, 2)
             constants = (pairs[..., 0] | pairs[..., 1] << 4).astype(np.uint8), scales, scales * zeros
             variable = self.bb.add_func(product.function(Machine.of(self._target).num_threads), "nibble_product")
@@ -297,7 +297,7 @@ def _nibbles(bytes_: _Array) -> _Array:
 
 
 @dataclass(frozen=True)
-class NibbleProduct:
+class _NibbleProduct:
     """A product with weights of 4 bits, which a thread reads panel after panel, once for a few rows of the data."""
 
     rows: int
@@ -310,11 +310,11 @@ class NibbleProduct:
     """Vectors of columns of a panel."""
 
     @staticmethod
-    def of(rows: int, terms: int, columns: int, block: int) -> NibbleProduct:
+    def of(rows: int, terms: int, columns: int, block: int) -> _NibbleProduct:
         rows_at_once = next(number for number in (8, 6, 5, 4, 3, 2, 1) if rows % number == 0)
         most = 4 if rows_at_once == 1 else 2
         vectors = next(number for number in (4, 2, 1) if number <= most and columns % (number * _LINE_ELEMENTS) == 0)
-        return NibbleProduct(rows, terms, columns, block, rows_at_once, vectors)
+        return _NibbleProduct(rows, terms, columns, block, rows_at_once, vectors)
 
     def in_panels(self, values: _Array) -> _Array:
         """What belongs to columns, (columns, n), as (panels, n, columns of a panel)."""

@@ -37,7 +37,7 @@ sums and the last digit of inputs: a sum in the order of its terms loses up to t
 _NUM_MOVED = 4
 """How often the last digits of the inputs are drawn: what nearly cancels out depends on them."""
 _MOST_SENSITIVE, _MOST_QUANTIZED = 10.0, 3.0
-"""How many times the tolerance the error may be at most, however sensitive a network is."""
+"""How many times the tolerance the error may be at most, however sensitive a network is; and one that is quantised."""
 _FEW_DIGITS = 1e-2
 """Error from which two runs have fewer than two digits of the largest output in common."""
 _SMALLEST_SCALE = 1e-2
@@ -161,9 +161,10 @@ def allowed_error(
     its optimisations from inputs that differ in their last digit, and how far that moves its outputs is the measure.
     """
     allowed = tolerance_for(tolerance, network, dtype)
+    if tolerance != "auto" or dtype != "float32" or not examples or error <= allowed:
+        return allowed
     most = allowed * (_MOST_QUANTIZED if is_quantized(network) else _MOST_SENSITIVE)
-    is_fixed = tolerance != "auto" or dtype != "float32" or not examples
-    if is_fixed or error <= allowed or not error <= most:
+    if not error <= most:
         return allowed
     moved = _sensitivity(network, num_threads, examples)
     _log.info("ONNX Runtime's own outputs differ by %.2g when inputs change in their last digit", moved)

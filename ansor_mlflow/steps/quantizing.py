@@ -313,11 +313,11 @@ class _QuantizationSearch:
                 f"quantize=int8: the network has no {', '.join(_LAYERS)} with constant weights; leave quantize out"
             )
         calibrations = tuple(_METHODS) if self._calibrating else (DYNAMIC,)
-        for number, each in enumerate(calibrations):
+        for each in calibrations:
             try:
                 self._try(each, ())
-            except Exception as err:  # histograms of an infinity, or of next to nothing, are errors of NumPy's
-                if isinstance(err, AnsorMlflowError) or (number == len(calibrations) - 1 and not self._candidates):
+            except ValueError as err:  # NumPy makes no histogram of an infinity, or of next to nothing
+                if each == calibrations[-1] and not self._candidates:
                     raise
                 _log.info("no ranges by %s: %s", each, one_line(err))
         calibration = min(self._candidates, key=lambda candidate: candidate.loss).calibration
