@@ -1,6 +1,4 @@
-"""Instructions for bytes and bfloat16: `vpdpbusd` and the tiles of AMX, which compute what loops do, on CPUs that have
-them.
-"""
+"""Instructions for bytes and bfloat16: dot products and the tiles of AMX, which compute what loops do."""
 
 from __future__ import annotations
 
@@ -22,10 +20,15 @@ from ansor_mlflow.lowering import lower
 from ansor_mlflow.settings import LoweringSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tvm.ir import IRModule
     from tvm.target import Target
 
     from ansor_mlflow.sketches import Programs
+
+
+NEOVERSE = "llvm -mtriple=aarch64-linux-gnu -mcpu=neoverse-v1"
 
 
 def byte_product(rows: int, terms: int, columns: int) -> IRModule:
@@ -41,6 +44,22 @@ def byte_product(rows: int, terms: int, columns: int) -> IRModule:
     )
     scaled = te.compute((rows, columns), lambda i, j: total[i, j].astype("float32") * scale[j], "scaled")
     function = te.create_prim_func([data, weight, scale, scaled])
+    return tvm.IRModule({"main": function.with_attrs({"layout_free_buffers": [1], "global_symbol": "main"})})
+
+
+def product_of_bfloat16(rows: int, terms: int, columns: int) -> IRModule:
+    """The product of matrices of bfloat16, of which the second is a constant, rounded to bfloat16."""
+    from tvm import te
+
+    data, weight = (te.placeholder(shape, "bfloat16", "x") for shape in ((rows, terms), (terms, columns)))
+    k = te.reduce_axis((0, terms), "k")
+    total = te.compute(
+        (rows, columns),
+        lambda i, j: te.sum(data[i, k].astype("float32") * weight[k, j].astype("float32"), axis=k),
+        "product",
+    )
+    rounded = te.compute((rows, columns), lambda i, j: total[i, j].astype("bfloat16"), "rounded")
+    function = te.create_prim_func([data, weight, rounded])
     return tvm.IRModule({"main": function.with_attrs({"layout_free_buffers": [1], "global_symbol": "main"})})
 
 
@@ -62,19 +81,31 @@ def test_sums_of_bytes_are_added_four_at_a_time(rows: int, terms: int, columns: 
     assert_tiles_are_right(mod, programs, host_target)
 
 
+@pytest.mark.parametrize(("rows", "terms", "columns"), [(13, 64, 48), (1, 34, 96), (40, 32, 8), (9, 512, 4)])
+def test_sums_of_bfloat16_are_added_two_at_a_time(rows: int, terms: int, columns: int, host_target: Target) -> None:
+    """On a CPU without that instruction the same programs are plain loops."""
+    mod = product_of_bfloat16(rows, terms, columns)
+    programs = programs_of(mod, resolve_target("llvm -mcpu=znver4", 2))
+    assert programs.first_decision.startswith("pair tile")
+    assert_tiles_are_right(mod, programs, host_target, tolerance=2**-8)
+
+
 @pytest.mark.parametrize(
-    ("spec", "instruction", "register"),
+    ("spec", "make_product", "instruction", "register"),
     [
-        ("llvm -mcpu=znver4", "vpdpbusd", "%zmm"),
-        ("llvm -mcpu=sierraforest", "vpdpbusd", "%ymm"),
-        ("llvm -mtriple=aarch64-linux-gnu -mcpu=neoverse-v1", "usdot", ".16b"),
+        ("llvm -mcpu=znver4", byte_product, "vpdpbusd", "%zmm"),
+        ("llvm -mcpu=sierraforest", byte_product, "vpdpbusd", "%ymm"),
+        (NEOVERSE, byte_product, "usdot", ".16b"),
+        ("llvm -mcpu=znver4", product_of_bfloat16, "vdpbf16ps", "%zmm"),
+        (NEOVERSE, product_of_bfloat16, "bfdot", ".8h"),
     ],
 )
-def test_the_instruction_for_bytes_keeps_its_sums_in_registers(spec: str, instruction: str, register: str) -> None:
+def test_an_instruction_keeps_its_sums_in_registers(
+    spec: str, make_product: Callable[[int, int, int], IRModule], instruction: str, register: str
+) -> None:
     target = resolve_target(spec, 1)
-    programs = programs_of(byte_product(26, 64, 64), target)
+    programs = programs_of(make_product(26, 64, 64), target)
     library = build(program_of(programs, programs.tiles[0]).mod, target=target, pipeline=tir_pipeline(target))
-    assert f".{instruction}." in library.inspect_source("ll")
     lines = [line for line in library.inspect_source("asm").splitlines() if instruction in line]
     assert len(lines) >= programs.tiles[0].vectors * programs.tiles[0].columns
     assert all(register in line and "rsp" not in line for line in lines)
@@ -241,14 +272,16 @@ def test_another_loop_that_a_record_makes_a_product_of_tiles_stays_a_loop() -> N
         assert "tdpbusd" not in library.inspect_source("ll")
 
 
-def convolution_of_bfloat16(size: int, channels: int, kernel: int, stride: int, outputs: int) -> IRModule:
+def convolution_of_bfloat16(
+    target: Target, size: int, channels: int, kernel: int, stride: int, outputs: int
+) -> IRModule:
     """The task of a padded Conv that computes in bfloat16."""
     weights = np.random.default_rng(0).normal(size=(outputs, channels, kernel, kernel)).astype(np.float32)
     node = helper.make_node("Conv", ["x", "w"], ["y"], pads=[kernel // 2] * 4, strides=[stride] * 2)
     side = (size + 2 * (kernel // 2) - kernel) // stride + 1
     shapes = (1, channels, size, size), (1, outputs, side, side)
     model = make_model([node], [tensor("x", shapes[0])], [tensor("y", shapes[1])], {"w": weights})
-    tasks = lower(model, resolve_target(AMX, 2), LoweringSettings(dtype="bfloat16", algorithm="direct")).tasks
+    tasks = lower(model, target, LoweringSettings(dtype="bfloat16", algorithm="direct")).tasks
     return max(tasks, key=lambda task: task.info.flops).mod
 
 
@@ -256,16 +289,29 @@ def convolution_of_bfloat16(size: int, channels: int, kernel: int, stride: int, 
     ("size", "channels", "kernel", "stride", "outputs"),
     [(14, 64, 3, 1, 32), (14, 32, 3, 2, 48), (7, 96, 1, 1, 64), (32, 3, 7, 2, 32), (9, 3, 8, 1, 16)],
 )
-def test_bfloat16_is_multiplied_in_tiles(
-    size: int, channels: int, kernel: int, stride: int, outputs: int, host_target: Target
+@pytest.mark.parametrize(
+    ("spec", "sketch", "instruction"),
+    [(AMX, "matrix tile", "tdpbf16ps"), ("llvm -mcpu=znver4", "pair tile", "vdpbf16ps")],
+)
+def test_convolutions_of_bfloat16_are_right(
+    spec: str,
+    sketch: str,
+    instruction: str,
+    size: int,
+    channels: int,
+    kernel: int,
+    stride: int,
+    outputs: int,
+    host_target: Target,
 ) -> None:
     """Also that of an image, whose channels become even; padded copies have 16 bits."""
-    mod, target = convolution_of_bfloat16(size, channels, kernel, stride, outputs), resolve_target(AMX, 2)
+    target = resolve_target(spec, 2)
+    mod = convolution_of_bfloat16(target, size, channels, kernel, stride, outputs)
     programs = programs_of(mod, target)
-    assert programs.first_decision.startswith("matrix tile")
+    assert programs.first_decision.startswith(sketch)
     assert_tiles_are_right(mod, programs, host_target, tolerance=2**-8)  # a step of it
     library = build(program_of(programs, programs.tiles[0]).mod, target=target, pipeline=tir_pipeline(target))
-    assert library.inspect_source("asm").count("tdpbf16ps") >= programs.tiles[0].vectors * programs.tiles[0].rows
+    assert library.inspect_source("asm").count(instruction) >= programs.tiles[0].vectors * programs.tiles[0].rows
 
 
 def test_computed_products_of_bfloat16_have_vectors() -> None:

@@ -1,18 +1,18 @@
-"""Instructions that LLVM finds in no loop: x86's `vpdpbusd`, Arm's `usdot`, conversions that round, or to bfloat16.
+"""Instructions that LLVM finds in no loop: x86's `vpdpbusd` and `vdpbf16ps`, Arm's `usdot` and `bfdot`, conversions.
 
 An annotation of a schedule says which loops are the first of them; in stock TVM, and on another CPU, they stay loops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ansor_mlflow.device import has_dot_products, has_matrix_tiles, machine_of
+from ansor_mlflow.device import has_arithmetic, has_dot_products, has_pair_products, machine_of
 
 DOT_PRODUCTS = "ansor_mlflow.dot_products"
-"""Annotation of a loop over the elements of a vector, to each of which an instruction adds `PACK` products of bytes."""
+"""Annotation of a loop over the elements of a vector, to each of which an instruction adds the products of a pack."""
 PACK_BYTES = 4
 """Size of what is multiplied with as much and added to one sum: four bytes, or two of bfloat16."""
 PACK = PACK_BYTES
@@ -22,49 +22,78 @@ _DOT_PRODUCTS = {
     ("aarch64", 4): "llvm.aarch64.neon.usdot.v4i32.v16i8",
 }
 """LLVM's intrinsics by architecture and elements of a vector; their operands are vectors of bytes since version 22."""
+_PAIR_PRODUCTS = {
+    **{("x86_64", lanes): f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}" for lanes in (4, 8, 16)},
+    ("aarch64", 4): "llvm.aarch64.neon.bfdot.v4f32.v8bf16",
+}
+"""The same of bfloat16."""
+_PAIR_FUNCTION = """
+declare <{lanes} x float> @{name}(<{lanes} x float>, <{elements} x bfloat>, <{elements} x bfloat>)
+define linkonce_odr <{lanes} x float> @pair_products_{lanes}(
+    <{lanes} x float> %sums, <{lanes} x i32> %a, <{lanes} x i32> %b) alwaysinline {{
+  %data = bitcast <{lanes} x i32> %a to <{elements} x bfloat>
+  %weights = bitcast <{lanes} x i32> %b to <{elements} x bfloat>
+  %total = call <{lanes} x float> @{name}(<{lanes} x float> %sums, <{elements} x bfloat> %data,
+    <{elements} x bfloat> %weights)
+  ret <{lanes} x float> %total
+}}
+"""
+"""A function in LLVM's own language: TVM's code generator has no type for bfloat16."""
 
 
 def with_dot_products(func: Any, _mod: Any, _context: Any) -> Any:
     """A lowered function whose annotated loops are dot products; on a CPU without an instruction they stay loops."""
-    from tvm.tirx import For
+    from tvm.tirx import AttrStmt, For
     from tvm_ffi import structural_mutate
 
     target = func.attrs["target"]
-    if not has_dot_products(target):
-        return func
-    architecture = machine_of(target)
+    of_bytes = _DOT_PRODUCTS if has_dot_products(target) else {}
+    of_pairs = _PAIR_PRODUCTS if has_pair_products(target) else {}
+    functions: set[str] = set()
 
     def visit(loop: Any, mutator: Any) -> Any:
-        found = _dot_products(loop, architecture) if DOT_PRODUCTS in loop.annotations else None
-        return found or mutator.default_mutate(loop)
+        extents, product = (DOT_PRODUCTS in loop.annotations and product_in(loop)) or ({}, None)
+        if product is None:
+            return mutator.default_mutate(loop)
+        lanes = int(loop.extent)
+        name = (of_bytes if product.of_bytes else of_pairs).get((machine_of(target), lanes))
+        if not name or not _is_of_vectors(product, extents, lanes):
+            return mutator.default_mutate(loop)
+        if not product.of_bytes:
+            functions.add(_PAIR_FUNCTION.format(name=name, lanes=lanes, elements=product.pack * lanes))
+        return _dot_products(product, list(extents), lanes, name)
 
-    return func.with_body(structural_mutate(func.body, (For, visit)))
+    body = structural_mutate(func.body, (For, visit))
+    for function in functions:
+        body = AttrStmt(0, "pragma_import_llvm", function, body)
+    return func.with_body(body)
 
 
-def _dot_products(loop: Any, architecture: str) -> Any:
-    """sums[lane] += sum over k < 4 of data[k] · weights[lane, k], for all lanes at once; None of another loop.
+def _is_of_vectors(product: Product, extents: Mapping[Any, int], lanes: int) -> bool:
+    """Whether loops are those of an instruction: sums[lane] += sum over k < pack of data[k] · weights[lane, k].
 
     A record may annotate any loop, so that all of it is checked.
     """
-    from tvm import tirx
+    are_alike = list(extents.values()) == [lanes, product.pack]
+    return are_alike and product.strides(list(extents)) == ((1, 0), (0, 1), (product.pack, 1))
 
-    extents, product = product_in(loop) or ({}, None)
-    lanes = int(loop.extent)
-    name = _DOT_PRODUCTS.get((architecture, lanes))
-    if product is None or not product.of_bytes or name is None or list(extents.values()) != [lanes, PACK]:
-        return None
-    variables = list(extents)
-    if product.strides(variables) != ((1, 0), (0, 1), (PACK, 1)):
-        return None
+
+def _dot_products(product: Product, variables: Sequence[Any], lanes: int, name: str) -> Any:
+    """The products of all lanes at once."""
+    from tvm import tirx
 
     def vector(load: Any, result: str, number: int) -> Any:
         place = tirx.Ramp(first_place(load, variables), 1, number)
         return tirx.reinterpret(result, tirx.BufferLoad(load.source, [place]))
 
-    pack = tirx.reinterpret(f"int8x{PACK * lanes}", tirx.Broadcast(vector(product.data, "int32", PACK), lanes))
-    packs = vector(product.weights, f"int8x{PACK * lanes}", PACK * lanes)
-    sums = vector(product.sums, f"int32x{lanes}", lanes)
-    total = tirx.call_llvm_pure_intrin(f"int32x{lanes}", name, sums, pack, packs)
+    of_sums, of_packs = ("int32", f"int8x{PACK * lanes}") if product.of_bytes else ("float32", f"int32x{lanes}")
+    pack = tirx.reinterpret(of_packs, tirx.Broadcast(vector(product.data, "int32", product.pack), lanes))
+    packs = vector(product.weights, of_packs, product.pack * lanes)
+    sums = vector(product.sums, f"{of_sums}x{lanes}", lanes)
+    if product.of_bytes:
+        total = tirx.call_llvm_pure_intrin(f"int32x{lanes}", name, sums, pack, packs)
+    else:
+        total = tirx.call_pure_extern(f"float32x{lanes}", f"pair_products_{lanes}", sums, pack, packs)
     return tirx.BufferStore(product.sums.source, total, [tirx.Ramp(first_place(product.sums, variables), 1, lanes)])
 
 
@@ -198,7 +227,7 @@ def with_conversions_that_round(func: Any, _mod: Any, _context: Any) -> Any:
     from tvm.tirx import AttrStmt, Cast
     from tvm_ffi import structural_mutate
 
-    has_bfloat16, narrowed = has_matrix_tiles(func.attrs["target"]), []
+    has_bfloat16, narrowed = has_arithmetic(func.attrs["target"], "bfloat16"), []
 
     def visit(cast: Any, mutator: Any) -> Any:
         cast = mutator.default_mutate(cast)

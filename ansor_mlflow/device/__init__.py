@@ -7,6 +7,7 @@ from ansor_mlflow.device.cpu import (
     has_arithmetic,
     has_dot_products,
     has_matrix_tiles,
+    has_pair_products,
     host_attributes,
     missing_instructions,
     vector_lanes,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import onnx
 
-from ansor_mlflow.device import has_matrix_tiles, platform_of
+from ansor_mlflow.device import has_arithmetic, platform_of
 from ansor_mlflow.errors import first_line
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches import why_not_compilable
@@ -59,7 +59,7 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
         joined_layer_norms,
     )
 
-    has_pairs = settings.dtype == "bfloat16" and has_matrix_tiles(target)
+    has_pairs = settings.dtype == "bfloat16" and has_arithmetic(target, "bfloat16")
     passes = [
         *_first_passes(),
         joined_layer_norms,

@@ -14,7 +14,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.codegen import TILE_ROWS
-from ansor_mlflow.device import cpu_features, has_dot_products, has_matrix_tiles, vector_lanes
+from ansor_mlflow.device import cpu_features, has_dot_products, has_matrix_tiles, has_pair_products, vector_lanes
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -84,6 +84,8 @@ class Machine:
     num_threads: int
     has_dot_products: bool = False
     """Whether an instruction adds four products of 8 bits to each element of a vector."""
+    has_pair_products: bool = False
+    """Whether one adds two products of bfloat16."""
     has_matrix_tiles: bool = False
     """Whether an instruction multiplies two matrices of 8 bits."""
     vector_cycles: float = 1.0
@@ -101,6 +103,7 @@ class Machine:
             broadcasts_operands="sse2" not in features or "avx512f" in features,  # Arm's and RISC-V's all do
             num_threads=int(target.attrs.get("num-cores", 1)),
             has_dot_products=has_dot_products(target),
+            has_pair_products=has_pair_products(target),
             has_matrix_tiles=has_matrix_tiles(target),
             vector_cycles=0.5 if is_wide else 1.0,
             l2_bytes=_L2_BYTES_OF_WIDE if is_wide else L2_BYTES,

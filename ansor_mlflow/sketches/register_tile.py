@@ -70,7 +70,8 @@ _FEW_CHANNELS = 3
 _MAX_TILES_OF_DATA, _MIN_HEIGHT = 3, 7
 """Tiles of data beside those of weights and sums, and rows of them from which AMX is worth its start."""
 _MIN_PACKS = {PACK: 7, PACK // 2: 6}
-"""Packs from which it is, by their elements: bytes have another instruction, bfloat16 has none."""
+"""Packs from which it is, by their elements: bytes have another instruction, bfloat16 has none there
+that pays."""
 _FEW_PACKS = 2
 """Packs of the channels of an image."""
 _NUM_MICRO = 48
@@ -305,7 +306,7 @@ class IntegerTiling(RegisterTiling):
     def find(cls, mod: IRModule, machine: Machine) -> IntegerTiling | None:
         """The sketch for a task's function; None where it is another sum, or the CPU has no such instruction."""
         found = find_contraction(mod)
-        if found is None or not machine.has_dot_products or found.broadcast is None or found.shared is None:
+        if found is None or not cls._is_for(machine) or found.broadcast is None or found.shared is None:
             return None
         pack = cls._dtypes.get((found.broadcast.dtype, found.shared.dtype))
         last = len(found.spatial) + len(found.reduction) - 1
@@ -318,6 +319,11 @@ class IntegerTiling(RegisterTiling):
         operands = tuple(_in_packs(operand, last, pack) for operand in found.operands)
         reduction = (*found.reduction[:-1], found.reduction[-1] // pack)
         return cls(mod, replace(found, operands=operands, reduction=reduction), machine)
+
+    @classmethod
+    def _is_for(cls, machine: Machine) -> bool:
+        """Whether a CPU has the instruction."""
+        return machine.has_dot_products
 
     def _micro_tiles(self) -> Iterator[tuple[int, int, int, int]]:
         return (micro for micro in super()._micro_tiles() if micro[0] >= _MIN_LANES)
@@ -340,6 +346,17 @@ class IntegerTiling(RegisterTiling):
         sch.annotate(lane, DOT_PRODUCTS, 1)
 
 
+class PairTiling(IntegerTiling):
+    """The sketch for sums of products of bfloat16, of which an instruction adds two to each element of a vector."""
+
+    name = "pair tile"
+    _dtypes: ClassVar = {("bfloat16", "bfloat16"): PACK // 2}
+
+    @classmethod
+    def _is_for(cls, machine: Machine) -> bool:
+        return machine.has_pair_products
+
+
 class MatrixTiling(IntegerTiling):
     """The sketch for the same sums, and those of products of bfloat16, on a CPU with AMX, which has tiles of 16
     vectors, and multiplies two of them.
@@ -350,7 +367,7 @@ class MatrixTiling(IntegerTiling):
     name = "matrix tile"
     _max_epilogue = 64
     _writes_out = False
-    _dtypes: ClassVar = {**IntegerTiling._dtypes, ("bfloat16", "bfloat16"): PACK // 2}
+    _dtypes: ClassVar = {**IntegerTiling._dtypes, **PairTiling._dtypes}
 
     def __init__(self, mod: IRModule, contraction: Contraction, machine: Machine) -> None:
         super().__init__(mod, contraction, machine)
@@ -359,7 +376,7 @@ class MatrixTiling(IntegerTiling):
     @classmethod
     def find(cls, mod: IRModule, machine: Machine) -> MatrixTiling | None:
         """The sketch for a task's function; None where vectors serve as well, as of a single row."""
-        found = super().find(mod, machine) if machine.has_matrix_tiles else None
+        found = super().find(mod, machine)
         if found is None:
             return None
         tiling = cls(mod, _along_columns(found._contraction), machine)
@@ -380,6 +397,10 @@ class MatrixTiling(IntegerTiling):
                 are_few = axes.columns % columns == 0 or axes.columns // columns < MAX_COPIES
                 if fits and is_even and are_few and self._contraction.group % (TILE_ROWS * vectors) == 0:
                     yield TILE_ROWS, vectors, columns, rows
+
+    @classmethod
+    def _is_for(cls, machine: Machine) -> bool:
+        return machine.has_matrix_tiles
 
     def _packed(self, sch: Schedule, sums: list[LoopRV], tile: RegisterTile) -> tuple[list[LoopRV], list[LoopRV]]:
         *others, last = sums

@@ -14,7 +14,7 @@ from ansor_mlflow.errors import first_line
 from ansor_mlflow.plugins import PluginTable
 from ansor_mlflow.sketches.contraction import has_sums, is_made_of_blocks
 from ansor_mlflow.sketches.estimate import Machine
-from ansor_mlflow.sketches.register_tile import DotTiling, IntegerTiling, MatrixTiling, RegisterTiling
+from ansor_mlflow.sketches.register_tile import DotTiling, IntegerTiling, MatrixTiling, PairTiling, RegisterTiling
 from ansor_mlflow.sketches.rows import RowTile, RowTiling
 from ansor_mlflow.sketches.tile import RegisterTile
 from ansor_mlflow.sketches.winograd import WinogradTile, WinogradTiling
@@ -183,6 +183,7 @@ SKETCHES: PluginTable[type[Sketch]] = PluginTable(
         "winograd": WinogradTiling,
         "matrix tile": MatrixTiling,
         "integer tile": IntegerTiling,
+        "pair tile": PairTiling,
         "dot product": DotTiling,
         "register tile": RegisterTiling,
         "rows": RowTiling,

@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ansor_mlflow.codegen import DOT_PRODUCTS, MATRIX_TILES, TILE_ROWS, pass_config, tir_pipeline
-from ansor_mlflow.device import Device, has_dot_products, has_matrix_tiles, set_num_threads, vector_lanes
+from ansor_mlflow.device import (
+    Device,
+    has_dot_products,
+    has_matrix_tiles,
+    has_pair_products,
+    set_num_threads,
+    vector_lanes,
+)
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.processes import WorkerPool, in_child_process
 from ansor_mlflow.sketches import Products
@@ -61,27 +69,27 @@ def main(
             for lane in T.vectorized({lanes}):
                 chains[thread, i, lane] = chain[i, lane]
 """
-_BYTES_PROGRAM = """
+_PACKS_PROGRAM = """
 @T.prim_func(s_tir=True)
 def main(
-    data: T.Buffer(({rows}, 64), "uint8"),
-    weights: T.Buffer((16, 2, {lanes}, 4), "int8"),
-    sums: T.Buffer(({num_threads}, {rows}, {lanes} * 2), "int32"),
+    data: T.Buffer(({rows}, 16 * {pack}), "{data}"),
+    weights: T.Buffer((16, 2, {lanes}, {pack}), "{weights}"),
+    sums: T.Buffer(({num_threads}, {rows}, {lanes} * 2), "{sums}"),
 ):
     T.func_attr({{"global_symbol": "main", "tirx.noalias": True}})
     for thread in T.parallel({num_threads}):
-        partial = T.alloc_buffer(({rows}, {lanes} * 2), "int32", scope="local")
+        partial = T.alloc_buffer(({rows}, {lanes} * 2), "{sums}", scope="local")
         for i, j in T.grid({rows}, {lanes} * 2):
-            partial[i, j] = 0
+            partial[i, j] = T.Cast("{sums}", 0)
         for step in T.serial({num_steps}{of_steps}):
             for k in T.{packs}(16):
                 for i in T.{inner}({rows}):
                     for vector in T.{inner}(2):
                         for lane in T.serial({lanes}{of_lanes}):
-                            for byte in T.serial(4):
+                            for each in T.serial({pack}):
                                 partial[i, vector * {lanes} + lane] = partial[i, vector * {lanes} + lane] + T.Cast(
-                                    "int32", data[i, k * 4 + byte]
-                                ) * T.Cast("int32", weights[k, vector, lane, byte])
+                                    "{sums}", data[i, k * {pack} + each]
+                                ) * T.Cast("{sums}", weights[k, vector, lane, each])
         for i, j in T.grid({rows}, {lanes} * 2):
             sums[thread, i, j] = partial[i, j]
 """
@@ -97,6 +105,21 @@ def main(
             for lane in T.vectorized({lanes}):
                 copy[thread, i, lane] = source[thread, i, lane]
 """
+
+
+@dataclass(frozen=True)
+class _Packs:
+    """What an instruction multiplies: the types, and how many of them are a pack."""
+
+    data: str
+    weights: str
+    sums: str
+    pack: int
+    has_instruction: Callable[[Target], bool]
+
+
+_BYTES = _Packs("uint8", "int8", "int32", 4, has_dot_products)
+_PAIRS = _Packs("bfloat16", "bfloat16", "float32", 2, has_pair_products)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +144,7 @@ class Roofline:
     for them.
     """
     peak_of_bfloat16_per_s: float | None = None
-    """That of products of bfloat16: half of the above on a CPU with AMX, as a tile has half as many of them."""
+    """That of products of bfloat16."""
 
     def peak(self, products: Products = "float32") -> float:
         """The peak that a kernel has, of what it adds products of, in operations per second."""
@@ -182,12 +205,11 @@ def _measure(work: tuple[Device, int, int]) -> Roofline:
     device, num_peak_repeats, max_copy_bytes = work
     os.sched_setaffinity(0, device.cpus)
     set_num_threads(device.num_threads)
-    of_bytes = _peak_of_bytes_per_s(device.target, device.num_threads, num_peak_repeats)
     return Roofline(
         peak_flops_per_s=_peak_flops_per_s(device.target, device.num_threads, num_peak_repeats),
         bandwidth_bytes_per_s=_bandwidth_bytes_per_s(device.target, device.num_threads, max_copy_bytes),
-        peak_of_bytes_per_s=of_bytes,
-        peak_of_bfloat16_per_s=of_bytes / 2 if of_bytes and has_matrix_tiles(device.target) else None,
+        peak_of_bytes_per_s=_peak_of_packs_per_s(_BYTES, device, num_peak_repeats),
+        peak_of_bfloat16_per_s=_peak_of_packs_per_s(_PAIRS, device, num_peak_repeats),
     )
 
 
@@ -205,15 +227,19 @@ def _peak_flops_per_s(target: Target, num_threads: int, num_repeats: int) -> flo
     return flops / _fastest_s(library, num_repeats, factors, chains)
 
 
-def _peak_of_bytes_per_s(target: Target, num_threads: int, num_repeats: int) -> float | None:
+def _peak_of_packs_per_s(kind: _Packs, device: Device, num_repeats: int) -> float | None:
+    """The peak of products of packs, by tiles or dot products; None of a CPU that has neither."""
+    import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
     import numpy as np
     import tvm
 
-    if not has_dot_products(target):
-        return None
+    target, num_threads = device.target, device.num_threads
     has_tiles, lanes = has_matrix_tiles(target), vector_lanes(target)
+    if not has_tiles and not kind.has_instruction(target):
+        return None
     annotation = f', annotations={{"{MATRIX_TILES if has_tiles else DOT_PRODUCTS}": 1}}'
     sizes: dict[str, Any] = {
+        **asdict(kind),
         "rows": 2 * TILE_ROWS if has_tiles else _NUM_CHAINS * lanes // 16,
         "lanes": lanes,
         "num_threads": num_threads,
@@ -223,16 +249,16 @@ def _peak_of_bytes_per_s(target: Target, num_threads: int, num_repeats: int) -> 
         "packs": "serial",
         "inner": "serial" if has_tiles else "unroll",
     }
-    program = tvm.script.from_source(_BYTES_PROGRAM.format(**sizes))
+    program = tvm.script.from_source(_PACKS_PROGRAM.format(**sizes))
     with tvm.transform.PassContext(config=pass_config(target)):
         library = tvm.compile(program, target, tir_pipeline=tir_pipeline(target)).jit()
     shapes = (
-        ((sizes["rows"], 64), "uint8"),
-        ((16, 2, lanes, 4), "int8"),
-        ((num_threads, sizes["rows"], 2 * lanes), "int32"),
+        ((sizes["rows"], 16 * kind.pack), kind.data),
+        ((16, 2, lanes, kind.pack), kind.weights),
+        ((num_threads, sizes["rows"], 2 * lanes), kind.sums),
     )
     arguments = [tvm.runtime.tensor(np.ones(shape, dtype)) for shape, dtype in shapes]
-    operations: float = 2.0 * num_threads * sizes["num_steps"] * 64 * sizes["rows"] * 2 * lanes
+    operations: float = 2.0 * num_threads * sizes["num_steps"] * 16 * kind.pack * sizes["rows"] * 2 * lanes
     return operations / _fastest_s(library, max(1, num_repeats // 20), *arguments)
 
 
