@@ -26,9 +26,9 @@ from ansor_mlflow.device import Device
 from ansor_mlflow.lowering import TuningTask, lower
 from ansor_mlflow.networks import load_network
 from ansor_mlflow.settings import Dtype, LoweringSettings
-from ansor_mlflow.sketches import Products, find_programs
+from ansor_mlflow.sketches import Products, find_programs, products_of
 from ansor_mlflow.tensors import random_inputs
-from ansor_mlflow.tuning import Outcome, measure_roofline
+from ansor_mlflow.tuning import Outcome, Roofline, measure_roofline
 from ansor_mlflow.workers import Builder, LocalBuilder, RunJob
 from ansor_mlflow.workers.measure import MeasureSettings, arg_info
 from ansor_mlflow.workers.runner import LocalRunner
@@ -59,15 +59,18 @@ class Kernel:
     """Of the program that comes first."""
     best_us: float
     """Of the fastest of a few."""
+    peak_gflops: float
+    """Of products of its types."""
 
     @property
     def is_sum(self) -> bool:
         """Whether it is a convolution or a product of matrices."""
         return self.flops >= _MIN_FLOPS and any(word in self.name for word in ("conv", "matmul", "dense"))
 
-    def gflops(self, microseconds: float) -> float:
-        """GFLOP/s of a call that takes so long."""
-        return self.flops / microseconds / 1e3
+    @property
+    def shortest_us(self) -> float:
+        """What it takes at the peak."""
+        return self.flops / self.peak_gflops / 1e3
 
 
 @click.command(context_settings={"show_default": True})
@@ -80,29 +83,32 @@ def main(networks: str, trials_per_task: int, space: Space, dtype: Products, jso
     """Tune each network a little, and show what share of the peak its kernels reach."""
     device = Device.resolve("auto", "auto")
     roofline = measure_roofline(device)
-    peak = roofline.peak(dtype) / 1e9
-    found: dict[str, object] = {"peak_gflops": peak}
+    found: dict[str, object] = {"roofline": asdict(roofline)}
     for network in networks.split(","):
         with tempfile.TemporaryDirectory() as directory:
             file = _quantized(network, Path(directory)) if dtype == "int8" else network
             computed: Dtype = "bfloat16" if dtype == "bfloat16" else "float32"
-            kernels = _kernels(file, trials_per_task, space, device, computed)
-        Console().print(_table(network, kernels, peak))
-        found[network] = {"kernels": [asdict(kernel) for kernel in kernels], **_together(kernels, peak)}
+            kernels = _kernels(file, trials_per_task, space, device, computed, roofline)
+        Console().print(_table(network, kernels))
+        found[network] = {"kernels": [asdict(kernel) for kernel in kernels], **_together(kernels)}
         if json_file is not None:
             json_file.write_text(json.dumps(found, indent=1))
 
 
 def _quantized(network: str, directory: Path) -> str:
     """The network in 8 bits, whatever it loses, as its random weights are no evidence of that."""
-    data, output = directory / "data.npz", directory / f"{network}.onnx"
-    inputs = random_inputs(load_network(network, batch_size=_NUM_INPUTS).inputs, _SEED)
+    data, output = directory / "data.npz", directory / f"{Path(network).stem}.onnx"
+    specs = load_network(network).inputs
+    rows = [random_inputs(specs, _SEED + row) for row in range(_NUM_INPUTS)]
+    inputs = {spec.name: np.concatenate([row[spec.name] for row in rows]) for spec in specs}
     np.savez(data, allow_pickle=False, **inputs)
     ansor_mlflow.quantize(network=network, data=str(data), output=str(output), quantize_max_loss=1e9)
     return str(output)
 
 
-def _kernels(network: str, trials_per_task: int, space: Space, device: Device, dtype: Dtype) -> list[Kernel]:
+def _kernels(
+    network: str, trials_per_task: int, space: Space, device: Device, dtype: Dtype, roofline: Roofline
+) -> list[Kernel]:
     """The tasks with their programs, after a tuning with a few trials."""
     tasks = lower(load_network(network).model, device.target, LoweringSettings(algorithm="direct", dtype=dtype)).tasks
     with tempfile.TemporaryDirectory() as directory:
@@ -114,7 +120,7 @@ def _kernels(network: str, trials_per_task: int, space: Space, device: Device, d
         with closing(builder), closing(LocalRunner(settings)) as runner:
             jobs = [_jobs(task, database, device.target, builder) for task in tasks]
             turns = [[runner.run(of_task) for of_task in jobs] for _ in range(_TURNS)]
-    return [_kernel(task, outcomes) for task, outcomes in zip(tasks, zip(*turns, strict=True), strict=True)]
+    return [_kernel(task, outcomes, roofline) for task, outcomes in zip(tasks, zip(*turns, strict=True), strict=True)]
 
 
 def _tune(network: str, trials: int, trials_per_task: int, space: Space, dtype: Dtype, directory: Path) -> JSONDatabase:
@@ -151,7 +157,7 @@ def _jobs(task: TuningTask, database: JSONDatabase, target: Target, builder: Bui
     ]
 
 
-def _kernel(task: TuningTask, turns: Sequence[Sequence[Outcome[tuple[float, ...]]]]) -> Kernel:
+def _kernel(task: TuningTask, turns: Sequence[Sequence[Outcome[tuple[float, ...]]]], roofline: Roofline) -> Kernel:
     """A task's programs in their fastest turns: what disturbs a measurement only slows it down."""
     first_s, best_s = (min(fmean(cast("tuple[float, ...]", turn[number].value)) for turn in turns) for number in (0, 1))
     return Kernel(
@@ -160,10 +166,11 @@ def _kernel(task: TuningTask, turns: Sequence[Sequence[Outcome[tuple[float, ...]
         flops=task.info.flops,
         first_us=first_s * 1e6,
         best_us=best_s * 1e6,
+        peak_gflops=roofline.peak(products_of(task.mod)) / 1e9,
     )
 
 
-def _together(kernels: Sequence[Kernel], peak: float) -> dict[str, float]:
+def _together(kernels: Sequence[Kernel]) -> dict[str, float]:
     """Milliseconds of the network as the sum of its kernels, and shares of the peak of all that compute by sums."""
     together = {
         "first_ms": sum(kernel.weight * kernel.first_us for kernel in kernels) / 1e3,
@@ -172,19 +179,19 @@ def _together(kernels: Sequence[Kernel], peak: float) -> dict[str, float]:
     summing = [kernel for kernel in kernels if kernel.is_sum]
     if not summing:
         return together
-    flops = sum(kernel.weight * kernel.flops for kernel in summing)
+    shortest_us = sum(kernel.weight * kernel.shortest_us for kernel in summing)
     return together | {
-        "first_share": flops / sum(kernel.weight * kernel.first_us for kernel in summing) / 1e3 / peak,
-        "best_share": flops / sum(kernel.weight * kernel.best_us for kernel in summing) / 1e3 / peak,
+        "first_share": shortest_us / sum(kernel.weight * kernel.first_us for kernel in summing),
+        "best_share": shortest_us / sum(kernel.weight * kernel.best_us for kernel in summing),
     }
 
 
-def _table(network: str, kernels: Sequence[Kernel], peak: float) -> Table:
-    together = _together(kernels, peak)
+def _table(network: str, kernels: Sequence[Kernel]) -> Table:
+    together = _together(kernels)
     title = f"{network}: {together['first_ms']:.3g} ms with the first programs, {together['best_ms']:.3g} with the best"
     if "best_share" in together:
         shares = f"{together['first_share']:.0%} and {together['best_share']:.0%}"
-        title += f"; convolutions and products reach {shares} of the peak, {peak:.0f} GFLOP/s"
+        title += f"; convolutions and products reach {shares} of their peaks"
     table = Table("task", "weight", "MFLOP", "first µs", "of peak", "best µs", "of peak", title=title)
     for kernel in (kernel for kernel in kernels if kernel.is_sum):
         table.add_row(
@@ -192,9 +199,9 @@ def _table(network: str, kernels: Sequence[Kernel], peak: float) -> Table:
             str(kernel.weight),
             f"{kernel.flops / 1e6:.1f}",
             f"{kernel.first_us:.1f}",
-            f"{kernel.gflops(kernel.first_us) / peak:.0%}",
+            f"{kernel.shortest_us / kernel.first_us:.0%}",
             f"{kernel.best_us:.1f}",
-            f"{kernel.gflops(kernel.best_us) / peak:.0%}",
+            f"{kernel.shortest_us / kernel.best_us:.0%}",
         )
     return table
 
