@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import mlflow
@@ -84,12 +84,24 @@ def test_bytes_are_multiplied_by_the_instruction_of_a_board_that_has_one(
     np.savez("data.npz", data=np.random.default_rng(0).random((8, 3, 16, 16), np.float32))
     given = {"data": "data.npz", "output": "small.int8.onnx", "quantize_max_loss": 1}
     assert run_here("quantize", str(small_onnx), *flags(given)) == 0
-    target = f"{BOARD['target']} -mattr=+i8mm,+dotprod"
-    assert run_here("tune", *flags({**BOARD, "target": target, "network": "small.int8.onnx", "trials": 0})) == 0
+    assert error_of({"network": "small.int8.onnx"}, "+i8mm,+dotprod", fleet, run_here) < 0.02
+
+
+def test_bfloat16_is_multiplied_by_the_instruction_of_a_board_that_has_one(
+    fleet: Fleet, own_directory: Path, run_here: RunCommand, small_onnx: Path
+) -> None:
+    """`bfdot`."""
+    assert 0 < error_of({"network": str(small_onnx), "dtype": "bfloat16"}, "+bf16", fleet, run_here) < 0.02
+
+
+def error_of(given: Mapping[str, object], features: str, fleet: Fleet, run_here: RunCommand) -> float:
+    """The largest relative error of a network on a board with more features, without a trial."""
+    target = f"{BOARD['target']} -mattr={features}"
+    assert run_here("tune", *flags({**BOARD, **given, "target": target, "trials": 0})) == 0
     assert run_here("compile", *flags({"tune_run": newest_of("tune").info.run_id})) == 0
     model_uri = newest_of("compile").data.tags[names.TAG_MODEL_URI]
     assert run_here("evaluate", *flags({"model_uri": model_uri, **BRIEF, **fleet.flags})) == 0
-    assert newest_of("evaluate").data.metrics[names.MAX_REL_ERROR] < 0.02
+    return newest_of("evaluate").data.metrics[names.MAX_REL_ERROR]
 
 
 def newest_of(step: str) -> mlflow.entities.Run:
