@@ -23,6 +23,7 @@ from rich.table import Table
 
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import AnsorMlflowError
+from ansor_mlflow.foreign import figure
 from ansor_mlflow.measuring import (
     MachineNoise,
     MakeInference,
@@ -138,9 +139,10 @@ def _measure(
     noise = MachineNoise()
     measured = _in_turns(timed, inputs, turns, noise)
     figures = {name: _figures(found, flops, bound_s) for name, found in measured.items()}
-    best = min((name for name in figures if name in RIVALS), key=lambda name: figures[name]["latency_ms"])
+    rivals = [name for name in figures if name in RIVALS]  # none where the outputs of all are wrong
+    best = min(rivals, key=lambda name: figures[name]["latency_ms"], default=None)
     for name, found in figures.items():
-        found["ratio_to_best"] = _ratio(measured[name], measured[best])
+        found["ratio_to_best"] = None if best is None else _ratio(measured[name], measured[best])
         found["version"] = version_of(name) if name in RIVALS else None
     return {
         "network": network,
@@ -238,7 +240,7 @@ def _show(result: Mapping[str, Any]) -> None:
     for column in table.columns[1:]:
         column.justify = "right"
     for name, figures in result["contenders"].items():
-        table.add_row(_called(name), *(form.format(figures[key]) for key, (_, form) in _COLUMNS.items()))
+        table.add_row(_called(name), *(figure(figures[key], form) for key, (_, form) in _COLUMNS.items()))
     console = Console()
     console.print(table)
     for name, reason in result["absent"].items():
@@ -261,7 +263,7 @@ def _draw(results: list[dict[str, Any]], path: Path) -> None:
     axes = figure.subplots()
     height = 0.8 / len(names)
     for number, name in enumerate(names):
-        rows = [row for row, result in enumerate(results) if name in result["contenders"]]
+        rows = [row for row, result in enumerate(results) if name in result["contenders"] and result["best_rival"]]
         ratios = [results[row]["contenders"][name]["ratio_to_best"] for row in rows]
         bars = axes.barh(np.array(rows) + number * height, ratios, height, label=_called(name))
         axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=3, fontsize=8)

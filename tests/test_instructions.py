@@ -81,6 +81,29 @@ def test_sums_of_bytes_are_added_four_at_a_time(rows: int, terms: int, columns: 
     assert_tiles_are_right(mod, programs, host_target)
 
 
+@pytest.mark.parametrize("lanes", [4, 8])
+@pytest.mark.parametrize(("data", "weight"), [(255, 64), (255, -64), (0, 64)])
+def test_the_largest_bytes_and_weights_of_7_bits_are_exact(
+    data: int, weight: int, lanes: int, host_target: Target
+) -> None:
+    mod = byte_product(6, 64, lanes)
+    programs = programs_of(mod, resolve_target("llvm -mcpu=haswell", 2))
+    assert programs.first_decision.startswith("integer tile")
+    arrays = [np.full((6, 64), data, np.uint8), np.full((64, lanes), weight, np.int8), np.ones(lanes, np.float32)]
+    assert_same(mod, program_of(programs, programs.tiles[0]).mod, host_target, tolerance=0, arrays=arrays)
+
+
+def test_a_wider_loop_than_the_cpus_vectors_stays_a_loop() -> None:
+    """LLVM would end the process."""
+    for spec, has_it in (("haswell", False), ("sierraforest", False), ("znver4", True)):
+        mod = byte_product(5, 64, 64)
+        programs = programs_of(mod, resolve_target("llvm -mcpu=znver4", 1))
+        tile = next(tile for tile in programs.tiles if tile.lanes == TILE_ROWS)
+        target = resolve_target(f"llvm -mcpu={spec}", 1)
+        library = build(program_of(programs, tile).mod, target=target, pipeline=tir_pipeline(target))
+        assert ("vpdpbusd.512" in library.inspect_source("ll")) == has_it
+
+
 @pytest.mark.parametrize(("rows", "terms", "columns"), [(13, 64, 48), (1, 34, 96), (40, 32, 8), (9, 512, 4)])
 def test_sums_of_bfloat16_are_added_two_at_a_time(rows: int, terms: int, columns: int, host_target: Target) -> None:
     """On a CPU without that instruction the same programs are plain loops."""
@@ -95,6 +118,8 @@ def test_sums_of_bfloat16_are_added_two_at_a_time(rows: int, terms: int, columns
     [
         ("llvm -mcpu=znver4", byte_product, "vpdpbusd", "%zmm"),
         ("llvm -mcpu=sierraforest", byte_product, "vpdpbusd", "%ymm"),
+        ("llvm -mcpu=haswell", byte_product, "vpmaddubsw", "%ymm"),
+        ("llvm -mcpu=skylake-avx512", byte_product, "vpmaddubsw", "%zmm"),
         (NEOVERSE, byte_product, "usdot", ".16b"),
         ("llvm -mcpu=znver4", product_of_bfloat16, "vdpbf16ps", "%zmm"),
         (NEOVERSE, product_of_bfloat16, "bfdot", ".8h"),

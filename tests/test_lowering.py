@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -21,6 +22,7 @@ from ansor_mlflow.model.library import compile_untuned
 from ansor_mlflow.networks.families import BUILTIN_NETWORKS
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import Network, load_network
+from ansor_mlflow.records import fields_of
 from ansor_mlflow.settings import Dtype, LoweringSettings
 from ansor_mlflow.tensors import random_inputs
 
@@ -52,6 +54,38 @@ def test_tasks_do_not_depend_on_the_values_of_weights(host_target: Target) -> No
         return lower(builder.build("seeded", {data: (1, 4, 8, 8)}), host_target)
 
     assert hashes(lower_with(0)) == hashes(lower_with(1))
+
+
+@pytest.mark.parametrize(
+    "operator", ["ReduceMean", "ReduceMax", "ReduceProd", "ArgMax", "Softmax", "GlobalAveragePool"]
+)
+def test_functions_are_alike_wherever_they_stand(operator: str, host_target: Target) -> None:
+    """A trace finds blocks by their names, so that a record would not apply to a part of its network."""
+
+    def blocks_behind(num_layers: int) -> dict[str, list[str]]:
+        builder = GraphBuilder(seed=0)
+        data = builder.input("data", (1, 4, 8, 8))
+        for number in range(num_layers):
+            data = builder.conv(f"conv{number}", data, (4, 4, 1, 1))
+        shapes = {"ArgMax": (1, 1, 8, 8), "Softmax": (1, 4, 8, 8), "GlobalAveragePool": (1, 4, 1, 1)}
+        outputs = {"last": shapes.get(operator, (1, 1, 1, 1))}
+        builder.node(operator, "last", data, **({"axis": 1} if operator in ("ArgMax", "Softmax") else {}))
+        if operator == "ArgMax":
+            builder.node("Cast", "floats", "last", to=TensorProto.FLOAT)
+            outputs = {"floats": outputs["last"]}
+        model = builder.build("alike", outputs)
+        tasks = lower(model, host_target).tasks
+        return {task.info.workload_hash: re.findall(r'sblock\("(\w+)"\)', task.mod.script()) for task in tasks}
+
+    short, long = blocks_behind(1), blocks_behind(9)
+    assert short.keys() & long.keys()
+    assert all(long.get(task, names) == names for task, names in short.items())
+
+
+def test_older_records_name_reductions_after_variables() -> None:
+    line = '[3, [[[["GetSBlock", [], ["lv486_red", "main"], ["b0"]], ["Fuse", ["lv4_red"], [1], ["l1"]]], []], [1.0]]]'
+    assert '"GetSBlock", [], ["red", "main"]' in fields_of(line)
+    assert '["lv4_red"]' in fields_of(line)
 
 
 @pytest.mark.nightly

@@ -22,6 +22,7 @@ from ansor_mlflow.measuring.compare import ReferenceSession, is_quantized
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import Network, load_network
 from ansor_mlflow.settings import Layout, LoweringSettings
+from ansor_mlflow.sketches import products_of
 from ansor_mlflow.tensors import TensorSpec, random_inputs
 
 if TYPE_CHECKING:
@@ -201,6 +202,35 @@ def test_layers_that_differ_in_their_scales_are_one_task(cpu: str) -> None:
         )
     tasks = lower(builder.build("layers", {values: (8, 32)}), resolve_target(f"llvm -mcpu={cpu}", 2)).tasks
     assert [task.info.weight for task in tasks if "round" in task.info.name and "matmul" in task.info.name] == [3]
+
+
+@pytest.mark.parametrize(
+    ("cpu", "largest", "are_bytes"), [("znver4", 127, True), ("haswell", 64, True), ("haswell", 65, False)]
+)
+@pytest.mark.parametrize("op_type", ["MatMul", "MatMulInteger"])
+def test_a_network_is_one_of_bytes_where_all_weights_are_exact(
+    op_type: str, cpu: str, largest: int, are_bytes: bool
+) -> None:
+    """AVX2 adds two products in 16 bits: with weights of 8 a network is one of floats, as a whole."""
+    builder = GraphBuilder(seed=0)
+    values, zero_point = builder.input("data", (8, 32)), builder.constant("zero", np.uint8(9))
+    for number, most in enumerate((64, largest)):
+        weights = BITS.integers(-most, most, (32, 32)).astype(np.int8)
+        weights[number, number] = -most
+        name = builder.constant(f"weight{number}", weights)
+        scale = builder.constant(f"scale{number}", np.float32(0.02))
+        levels = builder.node("QuantizeLinear", f"levels{number}", values, scale, zero_point)
+        if op_type == "MatMul":
+            rounded = builder.node("DequantizeLinear", f"rounded{number}", levels, scale, zero_point)
+            weight = builder.node("DequantizeLinear", f"floats{number}", name, scale)
+            values = builder.node("MatMul", f"product{number}", rounded, weight)
+        else:
+            total = builder.node("MatMulInteger", f"total{number}", levels, name, zero_point)
+            values = builder.node("Cast", f"product{number}", total, to=TensorProto.FLOAT)
+    tasks = lower(builder.build("layers", {values: (8, 32)}), resolve_target(f"llvm -mcpu={cpu}", 2)).tasks
+    of_products = [task for task in tasks if "matmul" in task.info.name]
+    assert of_products
+    assert {products_of(task.mod) for task in of_products} == {"int8" if are_bytes else "float32"}
 
 
 @pytest.mark.system

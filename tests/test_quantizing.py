@@ -11,9 +11,10 @@ import onnx
 import onnxruntime
 import pytest
 from helpers.commands import RunCommand
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from ansor_mlflow import api, names
+from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.measuring import find_loss, is_quantized
 from ansor_mlflow.networks import Network, load_network
@@ -58,8 +59,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def quantize(network: Network, **given: object) -> tuple[Network, Quantization]:
-    made, found = quantized(network, PlanOptions(quantize="int8", **given))
+def quantize(network: Network, cpu: str = "znver4", **given: object) -> tuple[Network, Quantization]:
+    made, found = quantized(network, PlanOptions(quantize="int8", **given), resolve_target(f"llvm -mcpu={cpu}", 1))
     assert found is not None
     return made, found
 
@@ -71,7 +72,24 @@ def num_quantized(network: Network) -> int:
 
 
 def test_off_is_the_network_itself(network: Network) -> None:
-    assert quantized(network, PlanOptions()) == (network, None)
+    assert quantized(network, PlanOptions(), resolve_target("llvm", 1)) == (network, None)
+
+
+@pytest.mark.parametrize(
+    ("cpu", "bits", "has_data"),
+    [("znver4", 8, True), ("haswell", 7, True), ("haswell", 7, False), ("x86-64", 8, False)],
+)
+def test_weights_have_the_bits_that_a_cpu_multiplies_exactly(
+    network: Network, data: str, cpu: str, bits: int, has_data: bool
+) -> None:
+    """AVX2 adds two products in 16 bits; where products are those of floats, all bytes are exact."""
+    made, found = quantize(network, cpu, data=data if has_data else "", quantize_max_loss=1.0)
+    weights = (numpy_helper.to_array(weight) for weight in made.model.graph.initializer)
+    largest = [abs(weight.astype(int)).max() for weight in weights if weight.dtype == np.int8 and weight.ndim > 1]
+    assert len(largest) == 4
+    assert max(largest) == (64 if bits == 7 else 127)
+    assert found.weight_bits == found.terms["weight_bits"] == bits
+    assert ("with weights of 7," in found.summary) == (bits == 7)
 
 
 def test_all_layers_are_quantised_where_they_may_lose_much(network: Network, data: str) -> None:

@@ -1,4 +1,5 @@
-"""Instructions that LLVM finds in no loop: x86's `vpdpbusd` and `vdpbf16ps`, Arm's `usdot` and `bfdot`, conversions.
+"""Instructions that LLVM finds in no loop: x86's `vpdpbusd`, `vpmaddubsw` and `vdpbf16ps`, Arm's `usdot` and `bfdot`,
+conversions.
 
 An annotation of a schedule says which loops are the first of them; in stock TVM, and on another CPU, they stay loops.
 """
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ansor_mlflow.device import has_arithmetic, has_dot_products, has_pair_products, machine_of
+from ansor_mlflow.device import WEIGHT_BITS, has_arithmetic, has_pair_products, machine_of, vector_lanes, weight_bits
 
 DOT_PRODUCTS = "ansor_mlflow.dot_products"
 """Annotation of a loop over the elements of a vector, to each of which an instruction adds the products of a pack."""
@@ -22,6 +23,16 @@ _DOT_PRODUCTS = {
     ("aarch64", 4): "llvm.aarch64.neon.usdot.v4i32.v16i8",
 }
 """LLVM's intrinsics by architecture and elements of a vector; their operands are vectors of bytes since version 22."""
+_NARROW_PRODUCTS = {
+    ("x86_64", 4): "llvm.x86.ssse3.pmadd.ub.sw.128",
+    ("x86_64", 8): "llvm.x86.avx2.pmadd.ub.sw",
+    ("x86_64", 16): "llvm.x86.avx512.pmaddubs.w.512",
+}
+"""Those of x86 without that instruction, which add two products in 16 bits."""
+_SUMS_OF_PAIRS = {4: "llvm.x86.sse2.pmadd.wd", 8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
+"""Those that add two such sums, each of them times one, in 32 bits."""
+NARROW_REGISTERS = 2
+"""Registers that these take beside sums and operands: for ones, and for the sums of two."""
 _PAIR_PRODUCTS = {
     **{("x86_64", lanes): f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}" for lanes in (4, 8, 16)},
     ("aarch64", 4): "llvm.aarch64.neon.bfdot.v4f32.v8bf16",
@@ -47,9 +58,9 @@ def with_dot_products(func: Any, _mod: Any, _context: Any) -> Any:
     from tvm_ffi import structural_mutate
 
     target = func.attrs["target"]
-    of_bytes = _DOT_PRODUCTS if has_dot_products(target) else {}
+    of_bytes = {WEIGHT_BITS: _DOT_PRODUCTS, 0: {}}.get(weight_bits(target), _NARROW_PRODUCTS)
     of_pairs = _PAIR_PRODUCTS if has_pair_products(target) else {}
-    functions: set[str] = set()
+    widest, functions = vector_lanes(target), set[str]()
 
     def visit(loop: Any, mutator: Any) -> Any:
         extents, product = (DOT_PRODUCTS in loop.annotations and product_in(loop)) or ({}, None)
@@ -57,7 +68,7 @@ def with_dot_products(func: Any, _mod: Any, _context: Any) -> Any:
             return mutator.default_mutate(loop)
         lanes = int(loop.extent)
         name = (of_bytes if product.of_bytes else of_pairs).get((machine_of(target), lanes))
-        if not name or not _is_of_vectors(product, extents, lanes):
+        if not name or lanes > widest or not _is_of_vectors(product, extents, lanes):
             return mutator.default_mutate(loop)
         if not product.of_bytes:
             functions.add(_PAIR_FUNCTION.format(name=name, lanes=lanes, elements=product.pack * lanes))
@@ -90,7 +101,11 @@ def _dot_products(product: Product, variables: Sequence[Any], lanes: int, name: 
     pack = tirx.reinterpret(of_packs, tirx.Broadcast(vector(product.data, "int32", product.pack), lanes))
     packs = vector(product.weights, of_packs, product.pack * lanes)
     sums = vector(product.sums, f"{of_sums}x{lanes}", lanes)
-    if product.of_bytes:
+    if name in _NARROW_PRODUCTS.values():
+        pairs = tirx.call_llvm_pure_intrin(f"int16x{2 * lanes}", name, pack, packs)
+        ones = tirx.Broadcast(tirx.const(1, "int16"), 2 * lanes)
+        total = sums + tirx.call_llvm_pure_intrin(f"int32x{lanes}", _SUMS_OF_PAIRS[lanes], pairs, ones)
+    elif product.of_bytes:
         total = tirx.call_llvm_pure_intrin(f"int32x{lanes}", name, sums, pack, packs)
     else:
         total = tirx.call_pure_extern(f"float32x{lanes}", f"pair_products_{lanes}", sums, pack, packs)

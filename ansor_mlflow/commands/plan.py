@@ -104,7 +104,7 @@ def plan_tuning(options: PlanOptions) -> Plan:
             known_s = {index: latency_s(record) for index, record in records.items()}
     else:
         device = Device.resolve(options.target, options.num_threads)
-        graph, _ = quantized(network_of(options), options)
+        graph, _ = quantized(network_of(options), options, device.target)
         network = lower_for_device(graph, options, device)
     tasks: tuple[PlannedTask, ...] = ()
     if network.tasks:

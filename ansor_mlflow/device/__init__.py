@@ -3,6 +3,7 @@
 from ansor_mlflow.device.cpu import (
     CPU,
     TILES_REQUEST,
+    WEIGHT_BITS,
     cpu_features,
     has_arithmetic,
     has_dot_products,
@@ -11,6 +12,7 @@ from ansor_mlflow.device.cpu import (
     host_attributes,
     missing_instructions,
     vector_lanes,
+    weight_bits,
 )
 from ansor_mlflow.device.cuda import CUDA, architecture_here, describe_gpus, why_no_compiler, why_no_gpu, why_not_on_gpu
 from ansor_mlflow.device.device import Device, DeviceFingerprint, fingerprint, why_not_runnable

@@ -35,6 +35,8 @@ _ARITHMETIC = {"float16": {"avx512fp16", "fullfp16"}, "bfloat16": {"avx512bf16",
 """LLVM's names of the instruction sets that compute in 16-bit floats, one of which is enough."""
 
 _DOT_PRODUCTS = {"avx512vnni", "avxvnni", "i8mm"}
+WEIGHT_BITS = 8
+"""Bits of weights where all bytes are exact."""
 _PAIR_PRODUCTS = {"avx512bf16", "bf16"}
 _MATRIX_TILES = ("amx-bf16", "amx-int8", "amx-tile", "avx512bf16")
 """All of these come together."""
@@ -185,10 +187,21 @@ def has_arithmetic(target: Target, dtype: str) -> bool:
 
 
 def has_dot_products(target: Target) -> bool:
-    """Whether a CPU adds four products of unsigned and signed 8 bits to each element of a vector: x86's `vpdpbusd`, or
-    Arm's `usdot`.
+    """Whether a CPU adds four products of unsigned bytes and weights of `weight_bits` to each element of a vector."""
+    return weight_bits(target) > 0
+
+
+def weight_bits(target: Target) -> int:
+    """Bits of signed weights of which a CPU adds products with unsigned bytes; 0 of one that has no instruction.
+
+    They are 8 with x86's `vpdpbusd` and Arm's `usdot`. AVX2 adds two products in 16 bits, which hold those of weights
+    from -64 to 64: ONNX Runtime's `reduce_range` makes them, and calls them 7 bits.
     """
-    return not _DOT_PRODUCTS.isdisjoint(cpu_features(target))
+    features = set(cpu_features(target))
+    if not _DOT_PRODUCTS.isdisjoint(features):
+        return WEIGHT_BITS
+    is_whole = "avx512f" not in features or "avx512bw" in features  # vectors of 64 bytes have no bytes without it
+    return WEIGHT_BITS - 1 if "avx2" in features and is_whole else 0
 
 
 def has_pair_products(target: Target) -> bool:

@@ -1,7 +1,7 @@
 """ONNX graphs, rewritten before TVM sees them."""
 
 from ansor_mlflow.graphs.channel_padding import PaddedLayer, best_padding, layers_to_pad, pad_output_channels
-from ansor_mlflow.graphs.operators import fallback_reasons, keep_bytes, rewrite_operators
+from ansor_mlflow.graphs.operators import fallback_reasons, has_weights_of, keep_bytes, rewrite_operators
 from ansor_mlflow.graphs.operators.recurrent import activations_of, reverses_of
 from ansor_mlflow.graphs.partition import (
     GraphPart,

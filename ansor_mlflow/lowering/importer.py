@@ -20,7 +20,7 @@ from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T  # noqa: N812 - TVM's own name
 
-from ansor_mlflow.device import has_dot_products, platform_of
+from ansor_mlflow.device import WEIGHT_BITS, has_dot_products, platform_of, weight_bits
 from ansor_mlflow.graphs import activations_of, attributes_of, opset_version, reverses_of
 from ansor_mlflow.lowering.recurrence import GATES, WRITTEN_AS_LOOPS, Blocking, RecurrentLayer, all_steps
 from ansor_mlflow.lowering.relax_passes import call_pass, op_name
@@ -58,7 +58,8 @@ class _Importer(ONNXGraphImporter):  # type: ignore[misc]
             self._added |= dict.fromkeys(GATES, self._recurrent)
             self._added |= {"ScatterND": self._scatter, "MatMulNBits": self._nibble_product}
         if has_dot_products(target):
-            self._added["DynamicQuantizeLSTM"] = self._recurrent
+            if weight_bits(target) == WEIGHT_BITS:
+                self._added["DynamicQuantizeLSTM"] = self._recurrent
             self._added |= {"ConvInteger": self._byte_convolution, "MatMulInteger": self._byte_product}
             self._added["DynamicQuantizeLinear"] = self._quantize
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from ansor_mlflow.device import has_dot_products, platform_of, vector_lanes
+from ansor_mlflow.device import has_dot_products, platform_of, vector_lanes, weight_bits
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.graphs import (
     GraphPart,
@@ -29,6 +29,7 @@ from ansor_mlflow.graphs import (
     fallback_reasons,
     fold_scales,
     give_outputs_nodes,
+    has_weights_of,
     is_tensor,
     keep_bytes,
     layers_to_pad,
@@ -140,11 +141,15 @@ def prepare_graph(
     """The graph that TVM is given, or is split into parts, and its layers that `pad_channels=auto` pads."""
     has_sketches = platform_of(target).has_sketches
     raised = raise_opset(model)
-    simple = simplify(keep_bytes(raised) if has_dot_products(target) else raised, called)
-    simple = without_tiny_weights(fold_scales(simple))
-    graph = rewrite_operators(  # sketches are for CPUs, as are the layers of many steps
-        simple, writes_out_steps=not has_sketches, has_dot_products=has_dot_products(target)
-    )
+
+    def rewritten(*, of_bytes: bool) -> onnx.ModelProto:
+        simple = without_tiny_weights(fold_scales(simplify(keep_bytes(raised) if of_bytes else raised, called)))
+        # Sketches are for CPUs, as are the layers of many steps.
+        return rewrite_operators(simple, writes_out_steps=not has_sketches, has_dot_products=of_bytes)
+
+    graph = rewritten(of_bytes=has_dot_products(target))
+    if not has_weights_of(weight_bits(target), graph):  # floats are exact
+        graph = rewritten(of_bytes=False)
     if not graph.graph.node:
         raise UserInputError(f"network={called}: its outputs do not depend on its inputs, so there is nothing to tune")
     give_outputs_nodes(graph)

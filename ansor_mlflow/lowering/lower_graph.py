@@ -57,6 +57,7 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
         correct_patterns,
         even_channels,
         joined_layer_norms,
+        named_by_operators,
     )
 
     has_pairs = settings.dtype == "bfloat16" and has_arithmetic(target, "bfloat16")
@@ -72,6 +73,7 @@ def lower_graph(model: onnx.ModelProto, target: Target, settings: LoweringSettin
         BYTES_IN_CONVOLUTIONS,
         # TVM's pipeline "zero", with more to say of what is fused
         relax.transform.LegalizeOps(FUNCTIONS),
+        named_by_operators,
         relax.transform.AnnotateTIROpPattern(),
         correct_patterns,
         relax.transform.FoldConstant(),

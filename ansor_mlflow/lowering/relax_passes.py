@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from tvm import relax, te, tirx, topi
 from tvm.ir import GenericConst, GlobalVar, IRModule, Op
 from tvm.ir.transform import Pass, PassContext, Sequential, module_pass
 from tvm.tirx import PrimFunc
-from tvm_ffi import structural_equal
+from tvm_ffi import structural_equal, structural_mutate, structural_walk
 
 _PATTERN = "op_pattern"
 _INJECTIVE, _OPAQUE = 2, 8
@@ -368,6 +368,55 @@ def correct_patterns(mod: IRModule, _context: PassContext) -> IRModule:
             pattern = max(int(function.attrs[_PATTERN]), _OPAQUE if is_long else _INJECTIVE)
             annotated.update_func(var, function.with_attr(_PATTERN, pattern))
     return annotated
+
+
+@module_pass(opt_level=0, name="NamedByOperators")  # type: ignore[untyped-decorator]
+def named_by_operators(mod: IRModule, _context: PassContext) -> IRModule:
+    """Names no block after the variable that it reads: a trace finds its blocks by their names, and in another network,
+    or a part of one, the same function reads another variable.
+    """
+    named = mod.clone()
+    for var, function in mod.functions_items():
+        if isinstance(function, PrimFunc):
+            variables = {str(param.name) for param in function.params}
+            named.update_func(var, function.with_body(_with_plain_names(function.body, variables)))
+    return named
+
+
+def _with_plain_names(body: Any, variables: Collection[str]) -> Any:
+    """The body of a function whose reductions, which TVM calls VARIABLE_red, are called without it."""
+    from tvm.s_tir import SBlock
+
+    blocks: list[SBlock] = []
+    structural_walk(body, (SBlock, blocks.append))
+    found = [str(block.name_hint) for block in blocks]
+    plain: dict[str, str] = {}
+    for name in found:
+        end = next(
+            (name.removeprefix(f"{variable}_") for variable in variables if name.startswith(f"{variable}_red")), ""
+        )
+        if end:
+            taken = {*found, *plain.values()}
+            numbered = (f"{end}_{number}" for number in itertools.count(1))
+            plain[name] = next(each for each in itertools.chain([end], numbered) if each not in taken)
+
+    def rename(block: Any, mutator: Any) -> Any:
+        block = mutator.default_mutate(block)
+        if str(block.name_hint) not in plain:
+            return block
+        return SBlock(
+            block.iter_vars,
+            block.reads,
+            block.writes,
+            plain[str(block.name_hint)],
+            block.body,
+            block.init,
+            block.alloc_buffers,
+            block.match_buffers,
+            block.annotations,
+        )
+
+    return structural_mutate(body, (SBlock, rename)) if plain else body
 
 
 def join_modules(modules: Mapping[str, IRModule]) -> IRModule:

@@ -113,11 +113,13 @@ class QuantizeNetworkOptions(ReportOptions, QuantizeOptions, GraphOptions):
         network: Network: an ONNX file, or anything else that `tune` takes.
         quantize: Type that convolutions and dense layers are quantised to.
         output: ONNX file that is written.
+        target: Target that it is for: weights have 7 bits where a CPU's products of 8 are not exact.
     """
 
     network: Annotated[str, parameter(rule=NETWORK_RULE, metavar="NETWORK", min_length=1)]
     quantize: Literal["int8"] = "int8"
     output: NonEmpty = parameter("quantized.onnx", "the path of an ONNX file")
+    target: Target = "auto"
 
 
 class DoctorOptions(ServersOptions, ReportOptions):

@@ -260,9 +260,13 @@ def is_time(seconds: float) -> bool:
     return _SHORTEST_S <= seconds <= _LONGEST_S
 
 
+_OF_VARIABLE = re.compile(r'("GetSBlock",\s*\[\s*\],\s*\[\s*")[lg]v\d*_(?=red)')
+"""How older traces name a block after a variable, which stands elsewhere in another network, or in a part of one."""
+
+
 def fields_of(line: str) -> str:
     """What follows the index of the workload in a record line: JSON `[trace, run_secs, target, args_info]`."""
-    return line[line.index(",") + 1 : line.rindex("]")].strip()
+    return _OF_VARIABLE.sub(r"\1", line[line.index(",") + 1 : line.rindex("]")].strip())
 
 
 _SKETCH = re.compile(r'"Annotate",\s*\[\s*"b\d+",\s*"\\"([^"\\]*)\\""\s*\],\s*\[\s*"ansor\.sketch"\s*\]')

@@ -14,7 +14,15 @@ from math import ceil, prod
 from typing import TYPE_CHECKING
 
 from ansor_mlflow.codegen import TILE_ROWS
-from ansor_mlflow.device import cpu_features, has_dot_products, has_matrix_tiles, has_pair_products, vector_lanes
+from ansor_mlflow.device import (
+    WEIGHT_BITS,
+    cpu_features,
+    has_dot_products,
+    has_matrix_tiles,
+    has_pair_products,
+    vector_lanes,
+    weight_bits,
+)
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -51,6 +59,8 @@ LOADS_OF_WIDE = 1.4
 """How much longer loads take than their number, where they are as many as multiply-adds of two wide units."""
 _MISS_CYCLES = 2.0
 """Cycles that a vector from the second cache takes longer than one from the first."""
+NARROW_OPERATIONS = 2.0
+"""As many operations take as long as two products and an addition of AVX2: two units multiply."""
 _FMA_LATENCY = 4
 """Cycles until a sum can be added to again: a tile of fewer sums waits."""
 _TILE_LATENCY = 44.0
@@ -83,7 +93,9 @@ class Machine:
     """Whether a multiply-add reads an element from memory for all lanes."""
     num_threads: int
     has_dot_products: bool = False
-    """Whether an instruction adds four products of 8 bits to each element of a vector."""
+    """Whether four products of bytes are added to each element of a vector."""
+    has_narrow_products: bool = False
+    """Whether that is two products and an addition, with weights of 7 bits."""
     has_pair_products: bool = False
     """Whether one adds two products of bfloat16."""
     has_matrix_tiles: bool = False
@@ -103,6 +115,7 @@ class Machine:
             broadcasts_operands="sse2" not in features or "avx512f" in features,  # Arm's and RISC-V's all do
             num_threads=int(target.attrs.get("num-cores", 1)),
             has_dot_products=has_dot_products(target),
+            has_narrow_products=0 < weight_bits(target) < WEIGHT_BITS,
             has_pair_products=has_pair_products(target),
             has_matrix_tiles=has_matrix_tiles(target),
             vector_cycles=0.5 if is_wide else 1.0,
@@ -132,10 +145,13 @@ def _has_two_wide_units(features: set[str]) -> bool:
 
 
 class Estimate:
-    """Estimates the cycles of a function's tiles on a CPU."""
+    """Estimates the cycles of a function's tiles on a CPU that takes as long as for so many operations for a sum."""
 
-    def __init__(self, contraction: Contraction, axes: TiledAxes, machine: Machine) -> None:
+    def __init__(
+        self, contraction: Contraction, axes: TiledAxes, machine: Machine, *, num_operations: float = 1.0
+    ) -> None:
         self._contraction, self._axes, self._machine = contraction, axes, machine
+        self._num_operations = num_operations
         self.cycles_of_sums = cache(self._count_cycles)
         """Cycles of all sums for lanes, vectors, columns and rows of a tile in registers, on one thread; many tiles
         that differ in their jobs share it."""
@@ -243,7 +259,7 @@ class Estimate:
         is_wide = self._machine.is_wide  # slower multiply-adds leave time for what follows
         if is_wide and broadcast is not None:
             loads *= LOADS_OF_WIDE
-        step = max(sums * width, loads, _FMA_LATENCY) + 0.05 * loads + _MISS_CYCLES * misses
+        step = max(sums * width * self._num_operations, loads, _FMA_LATENCY) + 0.05 * loads + _MISS_CYCLES * misses
         if is_wide and broadcast is not None and asks:
             spills = sums + vectors + _REGISTERS_TO_ASK > self._machine.num_registers
             step = max(step, _SPILL_CYCLES if spills else 0.0) + _ASK_CYCLES

@@ -23,9 +23,17 @@ from math import ceil, prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar
 
-from ansor_mlflow.codegen import DOT_PRODUCTS, MATRIX_TILES, NUM_TILES, PACK, TILE_ROWS
+from ansor_mlflow.codegen import DOT_PRODUCTS, MATRIX_TILES, NARROW_REGISTERS, NUM_TILES, PACK, TILE_ROWS
 from ansor_mlflow.sketches.contraction import MAX_EPILOGUE, Contraction, Operand, find_contraction, is_layout_free
-from ansor_mlflow.sketches.estimate import LAUNCH_CYCLES, LINE_BYTES, Estimate, Machine, TileEstimate, most_packs
+from ansor_mlflow.sketches.estimate import (
+    LAUNCH_CYCLES,
+    LINE_BYTES,
+    NARROW_OPERATIONS,
+    Estimate,
+    Machine,
+    TileEstimate,
+    most_packs,
+)
 from ansor_mlflow.sketches.tile import (
     MAX_COPIES,
     MAX_JOBS_PER_THREAD,
@@ -90,7 +98,7 @@ class RegisterTiling:
     def __init__(self, mod: IRModule, contraction: Contraction, machine: Machine) -> None:
         self._mod, self._contraction, self._machine = mod, contraction, machine
         self._axes = TiledAxes.of(contraction)
-        self._widest = machine.lanes(contraction.num_bytes)
+        self._widest, self._registers = machine.lanes(contraction.num_bytes), machine.num_registers
         self._estimate = Estimate(contraction, self._axes, machine)
 
     @classmethod
@@ -109,7 +117,7 @@ class RegisterTiling:
 
     def _micro_tiles(self) -> Iterator[tuple[int, int, int, int]]:
         """Lanes, vectors, columns and rows of sums that fit into the registers."""
-        axes, registers = self._axes, self._machine.num_registers
+        axes, registers = self._axes, self._registers
         # The two widest vectors that divide the channels of a group, as powers of two: with others LLVM does badly, 24
         # lanes reached 11 to 16 % of the peak.
         widest = power_of_two(self._contraction.group, self._widest)
@@ -301,6 +309,12 @@ class IntegerTiling(RegisterTiling):
     _max_epilogue = MAX_EPILOGUE + 4  # zero points and scales come before what follows a product of floats
     _dtypes: ClassVar = {("uint8", "int8"): PACK}
     """Types of data and weights, and how many of them are a pack."""
+
+    def __init__(self, mod: IRModule, contraction: Contraction, machine: Machine) -> None:
+        super().__init__(mod, contraction, machine)
+        if machine.has_narrow_products:
+            self._registers -= NARROW_REGISTERS
+            self._estimate = Estimate(contraction, self._axes, machine, num_operations=NARROW_OPERATIONS)
 
     @classmethod
     def find(cls, mod: IRModule, machine: Machine) -> IntegerTiling | None:

@@ -97,7 +97,7 @@ def compile_network(options: CompileOptions) -> CompileResult:
         recorded = recipes[0].recorded
         network, quantization = load_recorded_network(recorded), None
         if not options.tune_run:  # which has quantised it
-            network, quantization = quantized(network, options)
+            network, quantization = quantized(network, options, recipes[0].device.target)
         with step_run("compile", options, f"compile {options.network}") as run:
             run.log_options(recorded.options.model_copy(update={"tune_run": options.tune_run}))
             model.require_pad(options.pad, network.name, network)

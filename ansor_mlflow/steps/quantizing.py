@@ -25,6 +25,7 @@ import onnx
 from onnx import numpy_helper
 
 from ansor_mlflow import names
+from ansor_mlflow.device import WEIGHT_BITS, Device, weight_bits
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, one_line
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.foreign import Report, Reported, Table, figure
@@ -38,6 +39,7 @@ from ansor_mlflow.tracking import StepRun, draw_losses, network_of, save_figure
 
 if TYPE_CHECKING:
     from onnxruntime.quantization import CalibrationMethod
+    from tvm.target import Target
 
 _log = logging.getLogger("ansor_mlflow")
 _LAYERS = ("Conv", "Gemm", "MatMul")
@@ -111,11 +113,12 @@ class Quantization(Reported):
     candidates: tuple[QuantizedCandidate, ...]
     float_sha256: str = ""
     """Digest of the float network."""
+    weight_bits: int = WEIGHT_BITS
 
     @property
     def terms(self) -> dict[str, Any]:
         """What a model keeps of it."""
-        kept = ("loss", "share", "calibration", "num_calibrated", "num_judged", "float_sha256")
+        kept = ("loss", "share", "calibration", "num_calibrated", "num_judged", "float_sha256", "weight_bits")
         return {**{name: getattr(self, name) for name in kept}, "contract": asdict(self.contract)}
 
     def report(self) -> Report:
@@ -128,6 +131,7 @@ class Quantization(Reported):
     def summary(self) -> str:
         """What was done, and what it costs, in one sentence."""
         num_floats = sum(not layer.is_quantized for layer in self.layers)
+        weights = "" if self.weight_bits == WEIGHT_BITS else f" with weights of {self.weight_bits}"
         inputs = (
             f"{self.num_calibrated} inputs"
             if self.num_calibrated
@@ -135,8 +139,9 @@ class Quantization(Reported):
         )
         return (
             f"{len(self.layers) - num_floats} of {len(self.layers)} layers, with {self.share:.1%} of their operations, "
-            f"are computed in 8 bits, by {self.calibration} of {inputs}; {self.contract.loss} is {self.loss:.3g} on "
-            f"{self.num_judged} others, {self.contract.max_loss:g} is allowed"
+            f"are computed in 8 bits{weights}, by {self.calibration} of {inputs}; "
+            f"{self.contract.loss} is {self.loss:.3g} on {self.num_judged} others, {self.contract.max_loss:g} is "
+            "allowed"
         )
 
 
@@ -151,10 +156,11 @@ class _QuantizationJob:
     are_drawn: bool
     """Whether the examples are no data of the user's: they judge a network, and tell no ranges."""
     contract: Contract
+    weight_bits: int
 
 
-def quantized(network: Network, options: QuantizeOptions) -> tuple[Network, Quantization | None]:
-    """A network as `quantize` asks for it, and what it lost.
+def quantized(network: Network, options: QuantizeOptions, target: Target) -> tuple[Network, Quantization | None]:
+    """A network as `quantize` asks for it, and what it lost. Weights have as many bits as are exact on `target`.
 
     Raises:
         UserInputError: It has several sizes or no layer to be quantised, is quantised already, there are not two
@@ -175,7 +181,13 @@ def quantized(network: Network, options: QuantizeOptions) -> tuple[Network, Quan
             loss=options.quantize_loss, max_loss=options.quantize_max_loss, minutes=options.quantize_minutes
         )
         _log.info("quantising %s to 8 bits", network.name)
-        job = _QuantizationJob(*files, examples=examples, are_drawn=not options.data, contract=contract)
+        job = _QuantizationJob(
+            *files,
+            examples=examples,
+            are_drawn=not options.data,
+            contract=contract,
+            weight_bits=weight_bits(target) or WEIGHT_BITS,
+        )
         advice = "free memory, give fewer inputs, or leave quantize out"
         found = in_child_process(_quantize, job, work="quantises the network", advice=advice, is_quiet=True)
         _log.info("%s", found.summary)
@@ -189,7 +201,7 @@ def quantize_network(options: QuantizeNetworkOptions) -> Quantization:
     output = Path(options.output)
     if not output.parent.is_dir():
         raise UserInputError(f"output={output}: there is no directory {output.parent}; make it first")
-    made, found = quantized(network_of(options), options)
+    made, found = quantized(network_of(options), options, Device.resolve(options.target, 1).target)
     assert found is not None
     with tempfile.TemporaryDirectory(prefix=".quantizing-", dir=output.parent) as scratch:
         for path in reversed(write_onnx(made.model, Path(scratch, output.name))):  # weights first, where they are many
@@ -224,6 +236,7 @@ def _quantize(job: _QuantizationJob) -> Quantization:
                 calibrating=[] if job.are_drawn else job.examples[num_judged:][:_MAX_EXAMPLES],
                 judging=(job.examples if job.are_drawn else job.examples[:num_judged])[:_MAX_EXAMPLES],
                 contract=job.contract,
+                weight_bits=job.weight_bits,
             )
             return search.run(job.quantized)
         except AnsorMlflowError:
@@ -290,8 +303,9 @@ class _QuantizationSearch:
         calibrating: Sequence[Arrays],
         judging: Sequence[Arrays],
         contract: Contract,
+        weight_bits: int,
     ) -> None:
-        self._scratch, self._network, self._contract = scratch, network, contract
+        self._scratch, self._network, self._contract, self._weight_bits = scratch, network, contract, weight_bits
         self._calibrating, self._judging = calibrating, judging
         self._loss: Loss = find_loss(contract.loss)
         self._give_up_s = time.monotonic() + 60 * contract.minutes
@@ -337,6 +351,7 @@ class _QuantizationSearch:
             calibration=calibration,
             num_calibrated=len(self._calibrating),
             num_judged=len(self._judging),
+            weight_bits=self._weight_bits,
             layers=layers,
             candidates=tuple(self._candidates),
         )
@@ -397,6 +412,7 @@ class _QuantizationSearch:
             "op_types_to_quantize": [*_LAYERS, *_BETWEEN],
             "per_channel": self._per_channel,
             "weight_type": QuantType.QInt8,
+            "reduce_range": self._weight_bits < WEIGHT_BITS,
         }
         if calibration == DYNAMIC:
             quantize_dynamic(self._network, path, **common)

@@ -14,14 +14,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ansor_mlflow.codegen import DOT_PRODUCTS, MATRIX_TILES, TILE_ROWS, pass_config, tir_pipeline
+from ansor_mlflow.codegen import DOT_PRODUCTS, MATRIX_TILES, NARROW_REGISTERS, TILE_ROWS, pass_config, tir_pipeline
 from ansor_mlflow.device import (
+    WEIGHT_BITS,
     Device,
     has_dot_products,
     has_matrix_tiles,
     has_pair_products,
     set_num_threads,
     vector_lanes,
+    weight_bits,
 )
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.processes import WorkerPool, in_child_process
@@ -237,10 +239,13 @@ def _peak_of_packs_per_s(kind: _Packs, device: Device, num_repeats: int) -> floa
     has_tiles, lanes = has_matrix_tiles(target), vector_lanes(target)
     if not has_tiles and not kind.has_instruction(target):
         return None
+    num_rows = _NUM_CHAINS * lanes // 16
+    if kind is _BYTES and weight_bits(target) < WEIGHT_BITS:
+        num_rows -= NARROW_REGISTERS
     annotation = f', annotations={{"{MATRIX_TILES if has_tiles else DOT_PRODUCTS}": 1}}'
     sizes: dict[str, Any] = {
         **asdict(kind),
-        "rows": 2 * TILE_ROWS if has_tiles else _NUM_CHAINS * lanes // 16,
+        "rows": 2 * TILE_ROWS if has_tiles else num_rows,
         "lanes": lanes,
         "num_threads": num_threads,
         "num_steps": _NUM_STEPS // 16,
@@ -259,7 +264,7 @@ def _peak_of_packs_per_s(kind: _Packs, device: Device, num_repeats: int) -> floa
     )
     arguments = [tvm.runtime.tensor(np.ones(shape, dtype)) for shape, dtype in shapes]
     operations: float = 2.0 * num_threads * sizes["num_steps"] * 16 * kind.pack * sizes["rows"] * 2 * lanes
-    return operations / _fastest_s(library, max(1, num_repeats // 20), *arguments)
+    return operations / _fastest_s(library, num_repeats // 4, *arguments)
 
 
 def _bandwidth_bytes_per_s(target: Target, num_threads: int, max_copy_bytes: int) -> float:

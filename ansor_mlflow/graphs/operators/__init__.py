@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import onnx
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from ansor_mlflow.graphs.editor import GraphEditor, Rewritings, Unchanged, rewrite
 from ansor_mlflow.graphs.operators import (
@@ -58,6 +59,16 @@ def keep_bytes(model: onnx.ModelProto) -> onnx.ModelProto:
     To be called before constants are folded, which makes floats of weights of 8 bits.
     """
     return rewrite(rewrite(rewrite(model, quantized.PRODUCTS), byte_sums.STEPS), byte_sums.REQUANTIZED)
+
+
+def has_weights_of(bits: int, model: onnx.ModelProto) -> bool:
+    """Whether the weights of all products of bytes are of so many bits, from -64 to 64 for 7, as the CPU's products
+    are exact with; to be called of what `rewrite_operators` made.
+    """
+    weights = {node.input[1] for node in model.graph.node if quantized.is_integer_product(node)}
+    most = 2 ** (bits - 1)
+    values = (numpy_helper.to_array(each) for each in model.graph.initializer if each.name in weights)
+    return all(abs(value.astype(np.int16)).max(initial=0) <= most for value in values)
 
 
 def write_out_loops(model: onnx.ModelProto) -> onnx.ModelProto:

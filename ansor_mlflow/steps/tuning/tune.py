@@ -103,10 +103,9 @@ def prepare_tuning(options: TuneOptions) -> TuningWork:
     network = tracking.network_of(options, copy_of_network(options.resume_run) if options.resume_run else "")
     if network.chosen:
         _log.info("%s", network.chosen)
-    quantization = None
+    device, quantization = _device_of(options), None
     if not options.resume_run:  # whose copy is quantised
-        network, quantization = quantized(network, options)
-    device = _device_of(options)
+        network, quantization = quantized(network, options, device.target)
     if options.cache_flush and not device.platform.in_process:
         raise UserInputError(
             f"cache_flush=true flushes the caches of a CPU, and target={options.target} is none; leave it out"
