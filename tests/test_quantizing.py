@@ -86,7 +86,7 @@ def test_weights_have_the_bits_that_a_cpu_multiplies_exactly(
     made, found = quantize(network, cpu, data=data if has_data else "", quantize_max_loss=1.0)
     weights = (numpy_helper.to_array(weight) for weight in made.model.graph.initializer)
     largest = [abs(weight.astype(int)).max() for weight in weights if weight.dtype == np.int8 and weight.ndim > 1]
-    assert len(largest) == 4
+    assert len(largest) == (4 if has_data else 3)  # without data, the product at the end stays a float
     assert max(largest) == (64 if bits == 7 else 127)
     assert found.weight_bits == found.terms["weight_bits"] == bits
     assert ("with weights of 7," in found.summary) == (bits == 7)
@@ -122,7 +122,9 @@ def test_the_loss_is_that_of_onnxruntime(network: Network, data: str) -> None:
     rows = np.load(data)["data"][:4]
     outputs = []
     for each in (network, made):
-        session = onnxruntime.InferenceSession(each.model.SerializeToString())
+        options = onnxruntime.SessionOptions()
+        options.add_session_config_entry("session.x64quantprecision", "1")  # without VNNI sums of 16 bits saturate
+        session = onnxruntime.InferenceSession(each.model.SerializeToString(), options)
         outputs.append([{"logits": session.run(None, {"data": row[None]})[0]} for row in rows])
     assert find_loss("relative_error")(*outputs) == pytest.approx(found.loss, rel=0.05, abs=1e-4)
 
