@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ansor_mlflow.api import bisect, compile, diff, evaluate, pipeline, plan, promote, quantize, tune
+    from ansor_mlflow.api import bisect, compile, diff, evaluate, pipeline, plan, promote, quantize, sweep, tune
     from ansor_mlflow.autologging import autolog
     from ansor_mlflow.commands.trial_table import load_trials
     from ansor_mlflow.flavor import add_library, explain_load, load_model, log_model, save_model
@@ -30,6 +30,7 @@ __all__ = [
     "promote",
     "quantize",
     "save_model",
+    "sweep",
     "tune",
 ]
 

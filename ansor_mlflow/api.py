@@ -20,6 +20,7 @@ from ansor_mlflow.commands.bisect import Bisection, bisect_network
 from ansor_mlflow.commands.diff import TuningDifference, diff_runs
 from ansor_mlflow.commands.pipeline import PipelineResult, run_pipeline
 from ansor_mlflow.commands.plan import Plan, plan_tuning
+from ansor_mlflow.commands.sweep import SweepPlan, SweepResult, run_sweep
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.networks import PROGRAM_SUFFIX, write_onnx
@@ -33,6 +34,7 @@ from ansor_mlflow.parameters import (
     PlanOptions,
     PromoteOptions,
     QuantizeNetworkOptions,
+    SweepOptions,
     TuneOptions,
     grouped,
     listed,
@@ -249,6 +251,21 @@ def bisect(options: BisectOptions) -> Bisection:
         (True, None)
     """
     found = bisect_network(options)
+    write_json(options.json_file, found)
+    return found
+
+
+@_with_parameters(SweepOptions)
+def sweep(options: SweepOptions) -> SweepPlan | SweepResult:
+    """Tunes the networks of a YAML file: each gets a model first, then the trials go where they gain most.
+
+    Example:
+        >>> _ = Path("sweep.yaml").write_text("entries: [{network: mlp}, {network: 'dense:4,32,16', trials: 0}]")
+        >>> planned = am.sweep(sweep="sweep.yaml", dry_run=True)
+        >>> [(entry.name, plan.num_tasks) for entry, plan in zip(planned.entries, planned.plans)]
+        [('mlp', 4), ('dense:4,32,16 trials=0', 1)]
+    """
+    found = run_sweep(options)
     write_json(options.json_file, found)
     return found
 

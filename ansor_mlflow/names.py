@@ -104,6 +104,12 @@ LATENCY_RATIO_UPPER = "latency_ratio_upper"
 NUM_TURNS = "num_turns"
 
 
+# -- metrics of a sweep
+SWEEP_DONE = "sweep/done"  # entries that have a model
+SWEEP_FAILED = "sweep/failed"  # entries that have none yet
+SWEEP_SPEEDUP_MEDIAN = "sweep/speedup_median"  # median of the entries' `speedup_vs_best`
+
+
 def summary_metrics(rivals: Collection[str]) -> tuple[str, ...]:
     """What a model is judged by; those of a rival are there only where it was timed."""
     return (
@@ -175,6 +181,10 @@ TAG_PROMOTION_UNRELIABLE = "ansor.promotion_unreliable"
 """Why the times of a promotion cannot be trusted; absent where they can."""
 TAG_PROMOTION_ALIASES = "ansor.promotion_aliases"
 TAG_DRY_RUN = "ansor.dry_run"
+TAG_SWEEP = "ansor.sweep"  # name of a sweep
+TAG_SWEEP_DRIVER = "ansor.sweep_driver"  # host and process that ran a sweep last
+TAG_SWEEP_ENTRY = "ansor.sweep_entry"
+"""Digest of the network, parameters, device and lowering of a sweep's entry, on the runs that were made of it."""
 MOVES_PREFIX = "mlflow.ansor.moves."
 """Tag of a registered model, before an alias: the promotions that moved it. MLflow's pages hide tags that begin with
 "mlflow."."""
@@ -226,6 +236,7 @@ ROOFLINE_FIGURE = "roofline.png"
 LATENCY_FIGURE = "latency.png"
 LATENCY_SAMPLES_FILE = "latency_samples.csv"  # every timed call of a model
 REPORT_FILE = "report.html"
+SWEEP_REPORT_FILE = "sweep.html"
 PROMOTION_REPORT_FILE = "promotion.html"
 PROMOTION_FILE = "promotion.json"
 ENVIRONMENT_FILE = "environment.json"

@@ -139,6 +139,18 @@ def plan(options: parameters.PlanOptions) -> None:
     report(plan_tuning(options), options.json_file)
 
 
+@command(cli, "sweep")
+def sweep(options: parameters.SweepOptions) -> None:
+    """Tune many networks: each gets a model first, then the trials go where they gain most.
+
+    SWEEP is a YAML file. Started again it goes on: what was made stays, what failed is tried again, and entries may be
+    added. Entries without a model end it with exit code 4.
+    """
+    from ansor_mlflow.commands.sweep import run_sweep
+
+    report(run_sweep(options), options.json_file)
+
+
 @command(cli, "bisect")
 def bisect(options: parameters.BisectOptions) -> None:
     """Find the first tensor of a network that is not what ONNX Runtime computes, and the smallest model that shows it.

@@ -14,6 +14,7 @@ from ansor_mlflow.parameters.commands import (
     QuantizeNetworkOptions,
     ServerOptions,
     ShowRecordsOptions,
+    SweepOptions,
     TrackerOptions,
     VerifyRecordsOptions,
 )

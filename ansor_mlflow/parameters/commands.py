@@ -16,6 +16,7 @@ from ansor_mlflow.parameters.tuning import (
     NetworkOptions,
     QuantizeOptions,
     RecordsOptions,
+    RunOptions,
     ServersOptions,
     Target,
     WorkerMemory,
@@ -120,6 +121,22 @@ class QuantizeNetworkOptions(ReportOptions, QuantizeOptions, GraphOptions):
     quantize: Literal["int8"] = "int8"
     output: NonEmpty = parameter("quantized.onnx", "the path of an ONNX file")
     target: Target = "auto"
+
+
+class SweepOptions(ReportOptions, RunOptions):
+    """The command `sweep`: what is made of which networks, and with how much.
+
+    Attributes:
+        sweep: YAML file with the networks and the parameters of each.
+        dry_run: Check all entries and say what is to be done, without doing it.
+        max_trials: Trials of all entries together, which go where they gain most; by default each gets its own.
+        max_minutes: Minutes after which no more trials are measured; no limit by default.
+    """
+
+    sweep: NonEmpty = parameter(rule="the path of a YAML file", metavar="SWEEP")
+    dry_run: bool = parameter(False, flag="--plan")
+    max_trials: PositiveInt | None = None
+    max_minutes: PositiveFloat | None = None
 
 
 class DoctorOptions(ServersOptions, ReportOptions):

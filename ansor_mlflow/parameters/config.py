@@ -7,6 +7,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -138,9 +139,17 @@ def _entry_point(name: str, cls: type[Options]) -> Iterator[str]:
     yield f"  {name}:\n    parameters:\n"
     for parameter in names:
         yield f"      {parameter}: {_type_and_default(cls, parameter)}\n"
-    flags = " ".join(f"--{parameter.replace('_', '-')}\0{{{parameter}}}" for parameter in names)
+    flags = " ".join(map(partial(_argument, cls), names))
     command = textwrap.fill(flags, 112, break_long_words=False, break_on_hyphens=False).replace("\0", " ")
     yield f"    command: >-\n      python -m pipelines.{name}\n{textwrap.indent(command, ' ' * 6)}\n"
+
+
+def _argument(cls: type[Options], parameter: str) -> str:
+    """A parameter on the command line of an entry point, which is not broken at NUL."""
+    extra = declared(cls, parameter) if parameter in cls.model_fields else {"metavar": "", "flag": ""}
+    if extra["metavar"]:
+        return f"{{{parameter}}}"
+    return f"{extra['flag'] or '--' + parameter.replace('_', '-')}\0{{{parameter}}}"
 
 
 def _type_and_default(cls: type[Options], parameter: str) -> str:
@@ -153,8 +162,9 @@ def _type_and_default(cls: type[Options], parameter: str) -> str:
 _REFERENCE = """# Parameters
 
 Made by `ansor-mlflow parameters`. A parameter is `-P num_threads=2` of `mlflow run`, `--num-threads 2` of a command,
-`num_threads=2` from Python. The flag of `json_file` is `--json`; `source`, `sources`, the two `runs` of `diff` and the
-`network` of `bisect` have no flag; `repair` is a flag without a value.
+`num_threads=2` from Python. The flag of `json_file` is `--json`, that of the `dry_run` of a sweep `--plan`; `source`,
+`sources`, `sweep`, the two `runs` of `diff` and the `network` of `bisect` have no flag; `repair` is a flag without a
+value.
 
 A parameter with a key such as `measure.repeat` is one for experts, which `--help` does not list. Give it as
 `--set measure.repeat=3` (`-P set=measure.repeat=3,search.strategy=random`), or in a configuration file as
@@ -177,12 +187,14 @@ def _section(cls: type, commands: Mapping[str, type[Options]], seen: set[tuple[s
         return
     title, _, _ = (cls.__doc__ or "").partition("\n")
     takers = ", ".join(f"`{name}`" for name, options in commands.items() if issubclass(options, cls))
-    yield f"\n## {title.rstrip('.')}\n\n{takers}\n\n| parameter | default | meaning | must be |\n|---|---|---|---|\n"
-    for field in fields:
-        cells = _cells(cls, field)
-        shown = (cells[0], "", "as above", "") if cells in seen else cells
-        seen.add(cells)
-        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in shown)} |\n"
+    yield f"\n## {title.rstrip('.')}\n\n{takers}\n"
+    rows = [_cells(cls, field) for field in fields]
+    if again := ", ".join(cells[0] for cells in rows if cells in seen):
+        yield f"\nAs above: {again}.\n"
+    if new := [cells for cells in rows if cells not in seen]:
+        yield "\n| parameter | default | meaning | must be |\n|---|---|---|---|\n"
+        seen.update(new)
+        yield from (f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |\n" for cells in new)
 
 
 def _cells(options: type[Options], field: str) -> tuple[str, str, str, str]:

@@ -54,6 +54,6 @@ from ansor_mlflow.tracking.run import (
     step_run,
     work_directory,
 )
-from ansor_mlflow.tracking.sources import find_program, network_of, pinned_uri
+from ansor_mlflow.tracking.sources import display_name, find_program, network_of, pinned_uri
 
 open_in_turn()
