@@ -220,9 +220,7 @@ def test_a_sweep_whose_process_is_killed_goes_on(tmp_path: Path, new_experiment:
 @pytest.mark.system
 @pytest.mark.nightly  # a pipeline takes half a minute
 @pytest.mark.timeout(300)
-def test_the_example_takes_less_than_a_minute(tmp_path: Path, new_experiment: str) -> None:
-    started_s = time.monotonic()
+def test_the_example_ends_right(tmp_path: Path, new_experiment: str) -> None:
     done = sweep(tmp_path, new_experiment, str(ROOT / "examples" / "sweep.yaml"))
     assert done.exit_code == 0, done.stderr
     assert "2 of 2 entries have a model" in done.stdout
-    assert time.monotonic() - started_s < 120  # a third of it on a quiet machine

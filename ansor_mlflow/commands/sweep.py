@@ -31,7 +31,7 @@ from ansor_mlflow.commands.plan import plan_tuning
 from ansor_mlflow.device import Device
 from ansor_mlflow.errors import AnsorMlflowError, TuningError, UserInputError, one_line
 from ansor_mlflow.files import sha256_of_file
-from ansor_mlflow.foreign import Report, Reported, Table, figure, read_yaml
+from ansor_mlflow.foreign import Mark, Report, Reported, Table, figure, read_yaml
 from ansor_mlflow.lowering import LOWERING_VERSION
 from ansor_mlflow.measuring import require_examples, require_rivals
 from ansor_mlflow.networks import require_network
@@ -86,7 +86,7 @@ class EntryPlan:
     """What tuning an entry takes, and what it is known by; an error says why it cannot be tuned."""
 
     digest: str = ""
-    """Of the network, the parameters, the device and the lowering: what has the same was tuned already."""
+    """Digest of the network, the parameters, the device and the lowering: what has the same was tuned already."""
     target: str = ""
     num_tasks: int = 0
     num_trials: int = 0
@@ -247,9 +247,7 @@ class SweepPlan(Reported):
             for entry, plan in zip(self.entries, self.plans, strict=True)
         ]
         headers = ["entry", "target", ">tasks", ">trials", ">min", "~error"]
-        trials, minutes = (
-            sum(getattr(plan, name) for plan in self.plans) for name in ("num_trials", "expected_minutes")
-        )
+        trials, minutes = sum(plan.num_trials for plan in self.plans), sum(plan.expected_minutes for plan in self.plans)
         total = f"{len(rows)} entries, {trials} trials, about {minutes:.0f} min on 2 cores"
         return Report(f"Sweep {self.name}", [Table(rows, headers), total])
 
@@ -261,7 +259,7 @@ class EntryResult:
     entry: Entry
     plan: EntryPlan
     run_id: str = ""
-    """Of the last pipeline that ended well; empty where none has."""
+    """ID of the last pipeline that ended well; empty where none has."""
     tune_run: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     unreliable: str = ""
@@ -331,17 +329,15 @@ class SweepResult(Reported):
     def report(self) -> Report:
         rows = [entry.cells() for entry in self.entries]
         headers = [header for header in rows[0] if any(row[header] for row in rows)]
-        marks = [("" if entry.run_id else "red") for entry in self.entries]
-        table = Table([[row[header] for header in headers] for row in rows], headers, marks=marks)  # type: ignore[arg-type]
+        marks: list[Mark] = ["" if entry.run_id else "red" for entry in self.entries]
+        table = Table([[row[header] for header in headers] for row in rows], headers, marks=marks)
         where = {"run": self.run_id, "open": tracking.run_address(self.experiment_id, self.run_id)}
         return Report(f"Sweep {self.name}: {self.headline()}", [table], where)
 
     def note(self) -> str:
         """The description of the run, as Markdown."""
         rows = [entry.cells() for entry in self.entries]
-        cells = [list(rows[0])] if rows else []
-        lines = [" | ".join(name.lstrip(">~") for name in header) for header in cells]
-        lines += [" | ".join("---" for _ in header) for header in cells]
+        lines = [" | ".join(header.lstrip(">~") for header in rows[0]), " | ".join("---" for _ in rows[0])]
         lines += [" | ".join(text.replace("|", "\\|") for text in row.values()) for row in rows]
         return "\n".join([f"{self.headline()}.", "", *(f"| {line} |" for line in lines)])
 
@@ -516,8 +512,8 @@ class _Driver:
         name = before.entry.name
         started_s = time.monotonic()
         _log.info("%s: %s", name, ", ".join(f"{key}={text}" for key, text in given.items() if key != "resume_run"))
-        changed = {key: as_text(value) for key, value in before.entry.options if key in before.entry.options.changed()}
-        options = load_options(PipelineOptions, {**changed, **given, "parent_run": self._run.run_id, "run_name": name})
+        own = {"parent_run": self._run.run_id, "run_name": name}
+        options = load_options(PipelineOptions, {**before.entry.options.changed(), **given, **own})
         tags = {names.TAG_SWEEP_ENTRY: before.plan.digest}
         job = SweepJob(options=options, tags=tags, store=mlflow.get_tracking_uri())
         try:
@@ -552,7 +548,6 @@ def _with_run(entry: EntryResult, found: Run) -> EntryResult:
         tune_run=found.data.tags.get(names.TAG_TUNE_RUN, ""),
         metrics=metrics,
         unreliable=found.data.tags.get(names.TAG_UNRELIABLE, ""),
-        minutes=entry.minutes,
     )
     if entry.run_id and made.num_trials > entry.num_trials:
         saved_ms = entry.metrics.get(names.LATENCY_MS, 0.0) - metrics.get(names.LATENCY_MS, 0.0)

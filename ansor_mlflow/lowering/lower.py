@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import onnx
 
-from ansor_mlflow.device import has_dot_products, platform_of, vector_lanes, weight_bits
+from ansor_mlflow.device import platform_of, vector_lanes, weight_bits
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.graphs import (
     GraphPart,
@@ -147,8 +147,9 @@ def prepare_graph(
         # Sketches are for CPUs, as are the layers of many steps.
         return rewrite_operators(simple, writes_out_steps=not has_sketches, has_dot_products=of_bytes)
 
-    graph = rewritten(of_bytes=has_dot_products(target))
-    if not has_weights_of(weight_bits(target), graph):  # floats are exact
+    bits = weight_bits(target)
+    graph = rewritten(of_bytes=bits > 0)
+    if bits and not has_weights_of(bits, graph):  # floats are exact
         graph = rewritten(of_bytes=False)
     if not graph.graph.node:
         raise UserInputError(f"network={called}: its outputs do not depend on its inputs, so there is nothing to tune")

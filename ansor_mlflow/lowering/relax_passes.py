@@ -16,6 +16,7 @@ import numpy as np
 from tvm import relax, te, tirx, topi
 from tvm.ir import GenericConst, GlobalVar, IRModule, Op
 from tvm.ir.transform import Pass, PassContext, Sequential, module_pass
+from tvm.s_tir import SBlock
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal, structural_mutate, structural_walk
 
@@ -385,8 +386,6 @@ def named_by_operators(mod: IRModule, _context: PassContext) -> IRModule:
 
 def _with_plain_names(body: Any, variables: Collection[str]) -> Any:
     """The body of a function whose reductions, which TVM calls VARIABLE_red, are called without it."""
-    from tvm.s_tir import SBlock
-
     blocks: list[SBlock] = []
     structural_walk(body, (SBlock, blocks.append))
     found = [str(block.name_hint) for block in blocks]

@@ -7,7 +7,6 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -139,17 +138,9 @@ def _entry_point(name: str, cls: type[Options]) -> Iterator[str]:
     yield f"  {name}:\n    parameters:\n"
     for parameter in names:
         yield f"      {parameter}: {_type_and_default(cls, parameter)}\n"
-    flags = " ".join(map(partial(_argument, cls), names))
+    flags = " ".join(f"--{parameter.replace('_', '-')}\0{{{parameter}}}" for parameter in names)
     command = textwrap.fill(flags, 112, break_long_words=False, break_on_hyphens=False).replace("\0", " ")
     yield f"    command: >-\n      python -m pipelines.{name}\n{textwrap.indent(command, ' ' * 6)}\n"
-
-
-def _argument(cls: type[Options], parameter: str) -> str:
-    """A parameter on the command line of an entry point, which is not broken at NUL."""
-    extra = declared(cls, parameter) if parameter in cls.model_fields else {"metavar": "", "flag": ""}
-    if extra["metavar"]:
-        return f"{{{parameter}}}"
-    return f"{extra['flag'] or '--' + parameter.replace('_', '-')}\0{{{parameter}}}"
 
 
 def _type_and_default(cls: type[Options], parameter: str) -> str:

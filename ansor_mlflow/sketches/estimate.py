@@ -60,7 +60,7 @@ LOADS_OF_WIDE = 1.4
 _MISS_CYCLES = 2.0
 """Cycles that a vector from the second cache takes longer than one from the first."""
 NARROW_OPERATIONS = 2.0
-"""As many operations take as long as two products and an addition of AVX2: two units multiply."""
+"""Number of multiply-adds that take as long as the two products and the addition of AVX2, where two units multiply."""
 _FMA_LATENCY = 4
 """Cycles until a sum can be added to again: a tile of fewer sums waits."""
 _TILE_LATENCY = 44.0
@@ -145,7 +145,7 @@ def _has_two_wide_units(features: set[str]) -> bool:
 
 
 class Estimate:
-    """Estimates the cycles of a function's tiles on a CPU that takes as long as for so many operations for a sum."""
+    """Estimates the cycles of a function's tiles on a CPU, which adds to a sum in the time of `num_operations`."""
 
     def __init__(
         self, contraction: Contraction, axes: TiledAxes, machine: Machine, *, num_operations: float = 1.0
