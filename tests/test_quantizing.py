@@ -287,7 +287,7 @@ def test_a_quantised_network_goes_through_the_pipeline(
 ) -> None:
     """The run of the tuning has the contract, the model is that of 8 bits, and is compared with its float champion."""
     monkeypatch.chdir(tmp_path)
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     given = {
         "network": str(network_file),
         "trials": 0,
