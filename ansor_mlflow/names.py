@@ -183,6 +183,7 @@ TAG_PROMOTION_ALIASES = "ansor.promotion_aliases"
 TAG_DRY_RUN = "ansor.dry_run"
 TAG_SWEEP = "ansor.sweep"  # name of a sweep
 TAG_SWEEP_DRIVER = "ansor.sweep_driver"  # host and process that ran a sweep last
+TAG_SWEEP_AGAINST = "ansor.sweep_against"  # run of the sweep that one is compared with
 TAG_SWEEP_ENTRY = "ansor.sweep_entry"
 """Digest of the network, parameters, device and lowering of a sweep's entry, on the runs that were made of it."""
 MOVES_PREFIX = "mlflow.ansor.moves."
@@ -211,6 +212,7 @@ QUANTIZATION_CHART = "quantization.png"
 PARTS_FILE = "parts.json"  # the parts of a network that ONNX Runtime computes some of, with the time that each takes
 CRASHES_DIR = "crashes"  # the smallest graphs that end TVM's compiler, as ONNX files
 RIVALS_FILE = "rivals.json"  # the rivals of a model: versions, latencies and errors, or why one could not be timed
+TURNS_FILE = "turns.json"  # the model's and its rivals' median in each turn, in milliseconds: what was paired
 KERNELS_FILE = "kernels.json"
 """Each kernel's time within the network beside the one that its record promises, and the time between kernels."""
 KERNELS_REPORT_FILE = "kernels.html"
@@ -237,12 +239,17 @@ LATENCY_FIGURE = "latency.png"
 LATENCY_SAMPLES_FILE = "latency_samples.csv"  # every timed call of a model
 REPORT_FILE = "report.html"
 SWEEP_REPORT_FILE = "sweep.html"
+SWEEP_CHART = "sweep.png"
 PROMOTION_REPORT_FILE = "promotion.html"
 PROMOTION_FILE = "promotion.json"
 ENVIRONMENT_FILE = "environment.json"
 COVERAGE_FILE = "coverage.json"
 LOG_FILE = "tuning.log"
 MODEL_NAME = "model"
+
+# -- functions of a library
+PART_WRITER = "_into"
+"""Follows the name of a function that writes a part of a whole, before a number."""
 
 # -- environment variables with seconds, which tests of lost servers shorten; promised to nobody
 GRACE_VARIABLE = "ANSOR_MLFLOW_GRACE_S"

@@ -6,6 +6,8 @@ import csv
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +21,17 @@ from ansor_mlflow.codegen import pass_config, tir_pipeline
 from ansor_mlflow.device.targets import resolve_target
 from ansor_mlflow.errors import CorrectnessError, UserInputError
 from ansor_mlflow.lowering.lower import lower
-from ansor_mlflow.measuring.checking import broken, require_broken_stays_broken, swallowing
+from ansor_mlflow.measuring.checking import (
+    broken,
+    expected_of,
+    is_finite,
+    require_broken_stays_broken,
+    swallowing,
+    with_broken,
+)
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.settings import LoweringSettings
+from ansor_mlflow.tensors import Arrays
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -244,8 +254,10 @@ def test_a_model_that_makes_numbers_of_nan_is_refused_or_warned_of(
     onnx.save(one_operator(op_type, inputs, **attributes), tmp_path / "network.onnx")
 
     def check(value: float) -> None:
-        outputs = [{"y0": np.full((1, 1, 4, 4), value, np.float32)}]
-        require_broken_stays_broken(lambda _: outputs, tmp_path / "network.onnx", 1, inputs)
+        computed = {"y0": np.full((1, 1, 4, 4), value, np.float32)}
+        network = tmp_path / "network.onnx"
+        _, expected = with_broken(partial(expected_of, network, 1), [inputs], inputs)
+        require_broken_stays_broken(expected, computed, network)
 
     check(np.nan)
     assert not caplog.messages
@@ -258,12 +270,17 @@ def test_a_model_that_makes_numbers_of_nan_is_refused_or_warned_of(
 
 
 def test_a_model_that_refuses_nan_is_not_refused(tmp_path: Path) -> None:
-    def refuse(_: object) -> list[dict[str, np.ndarray]]:
-        raise UserInputError("ONNX Runtime cannot compute its part of the network")
+    def refuse(examples: Sequence[Arrays]) -> Sequence[Arrays]:
+        if not all(map(is_finite, examples)):
+            raise UserInputError("ONNX Runtime cannot compute its part of the network")
+        return examples
 
     inputs = {"x": np.ones((2, 3), np.float32)}
     onnx.save(one_operator("Relu", inputs), tmp_path / "network.onnx")
-    require_broken_stays_broken(refuse, tmp_path / "network.onnx", 1, inputs)
+    outputs, computed = with_broken(refuse, [inputs], inputs)
+    assert outputs == [inputs]
+    assert isinstance(computed, UserInputError)
+    require_broken_stays_broken(inputs, computed, tmp_path / "network.onnx")
 
 
 ROOT = Path(__file__).parent.parent

@@ -20,8 +20,8 @@ from tvm import relax, tirx
 from tvm.ir import GlobalVar, IRModule, Range, TensorLoad, TensorRegion
 from tvm_ffi import structural_mutate
 
-INTO = "_into"
-"""Follows the name of a function that writes a part of a whole, before a number."""
+from ansor_mlflow.names import PART_WRITER
+
 _PATTERN, _OPAQUE = "op_pattern", 8
 """TVM's attribute of a function that says with what it may be fused, and its value for nothing."""
 
@@ -60,7 +60,7 @@ def write_in_place(mod: IRModule) -> IRModule:
     def writer(name: str, place: _PlaceInWhole) -> GlobalVar:
         if (name, place) not in writers:
             function = _writing_into(mod[name], place)
-            writers[name, place] = builder.add_func(function, f"{name}{INTO}{len(writers)}")
+            writers[name, place] = builder.add_func(function, f"{name}{PART_WRITER}{len(writers)}")
         return writers[name, place]
 
     for var, function in _relax_functions(mod):

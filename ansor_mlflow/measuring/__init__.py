@@ -4,6 +4,7 @@ from ansor_mlflow.measuring.checking import (
     LOSSES,
     QUANTIZED_TOLERANCE,
     TOLERANCES,
+    Computed,
     Deviation,
     Loss,
     allowed_error,
@@ -19,6 +20,7 @@ from ansor_mlflow.measuring.checking import (
     says_nothing,
     tolerance_for,
     what_to_do,
+    with_broken,
 )
 from ansor_mlflow.measuring.compare import (
     Inference,

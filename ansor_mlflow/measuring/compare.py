@@ -124,8 +124,9 @@ def explained(runtime: str, load: Callable[[], Inference], advice: str = "") -> 
 
 def library_inference(library: Path, network: Padded, entry: LibraryEntry) -> Inference:
     """A library whose digest was checked, or that was just built."""
-    from ansor_mlflow.model import open_library
+    from ansor_mlflow.model import load_runtime_alone, open_library
 
+    load_runtime_alone()
     return open_library(library, network, entry).run
 
 

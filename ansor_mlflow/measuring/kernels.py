@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.names import PART_WRITER
 from ansor_mlflow.processes import in_child_process
 from ansor_mlflow.tensors import NetworkShapes, Padded, Sized, all_sizes, random_inputs
 
@@ -47,8 +48,9 @@ def seeded_examples(network: Sized, seed: int) -> Examples:
 
 
 def _time_parts(work: tuple[Path, Padded, LibraryEntry, Examples]) -> list[float]:
-    from ansor_mlflow.model import open_library
+    from ansor_mlflow.model import load_runtime_alone, open_library
 
+    load_runtime_alone()
     library, network, entry, examples = work
     model = open_library(library, network, entry)
     return _medians(lambda: [s for inputs in examples for s in model.seconds_of_parts(inputs)])
@@ -146,8 +148,9 @@ def time_kernels(library: Path, network: Padded, entry: LibraryEntry, examples: 
 
 
 def _time_kernels(work: tuple[Path, Padded, LibraryEntry, Examples]) -> KernelTimes:
-    from ansor_mlflow.model import open_library
+    from ansor_mlflow.model import load_runtime_alone, open_library
 
+    load_runtime_alone()
     library, network, entry, examples = work
     return _time(open_library(library, network, entry), examples)
 
@@ -184,12 +187,10 @@ def _time(model: TunedModel, examples: Examples) -> KernelTimes:
 
 
 def _by_name(timed: Iterable[tuple[str, float]]) -> dict[str, tuple[int, float]]:
-    from ansor_mlflow.codegen.concatenations import INTO  # the door would load TVM
-
     found: dict[str, tuple[int, float]] = {}
     for function, seconds in timed:
         if not function.startswith(_OF_TVM):
-            name = function.partition(INTO)[0].removesuffix(_PACKED)
+            name = function.partition(PART_WRITER)[0].removesuffix(_PACKED)
             num_calls, total = found.get(name, (0, 0.0))
             found[name] = num_calls + 1, total + seconds
     return found

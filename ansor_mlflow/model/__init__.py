@@ -34,3 +34,4 @@ from ansor_mlflow.model.parts import (
 )
 from ansor_mlflow.model.sessions import OpenVinoSession, open_sessions
 from ansor_mlflow.model.tuned_model import TunedModel, describe_sizes, require_pad
+from ansor_mlflow.model.virtual_machines import load_runtime_alone

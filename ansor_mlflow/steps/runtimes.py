@@ -36,6 +36,7 @@ from ansor_mlflow.measuring import (
     time_parts_in_onnxruntime,
     timed_call,
     typical_inputs,
+    with_broken,
 )
 from ansor_mlflow.model import (
     EXPORTED_KINDS,
@@ -127,7 +128,8 @@ def why_wrong(compiled: CompiledNetwork, *, share: float = 1.0) -> str:
     seeded = seeded_inputs(network, sizes, _SEEDS)
     examples = [*seeded, *typical_inputs(sizes, seeded[: len(sizes)])]
     try:
-        expected = expected_of(network, threads, examples)
+        reference = partial(expected_of, network, threads)
+        expected, expected_broken = with_broken(reference, examples, examples[0])
     except AnsorMlflowError as err:
         _log.warning("the outputs of %s are not checked: %s", compiled.name, err)
         return ""
@@ -139,7 +141,7 @@ def why_wrong(compiled: CompiledNetwork, *, share: float = 1.0) -> str:
     run = partial(library_inference, compiled.library, compiled, compiled.entry)
     compute = partial(outputs_of, run, limit_s=_LIMIT_S)
     try:
-        computed = compute([examples[place] for place in known])
+        computed, broken = with_broken(compute, [examples[place] for place in known], examples[0])
         pairs = zip(known, computed, strict=True)
         errors = {place: compare_outputs(outputs, expected[place]).max_rel_error for place, outputs in pairs}
         typical = range(len(seeded), len(examples))
@@ -153,7 +155,7 @@ def why_wrong(compiled: CompiledNetwork, *, share: float = 1.0) -> str:
             tolerance *= allowed_error(error / tolerance, "auto", network, dtype, threads, tried)
             if not error <= tolerance:
                 return f"max_rel_error {error:.2g}, of {tolerance:.2g} allowed"
-        require_broken_stays_broken(compute, network, threads, examples[0])
+        require_broken_stays_broken(expected_broken, broken, network)
     except AnsorMlflowError as err:
         return str(err)
     return ""

@@ -35,7 +35,6 @@ from ansor_mlflow.measuring import (
     time_kernels,
     time_parts,
     timed_call,
-    tuned_inference,
     turn_in_process,
 )
 from ansor_mlflow.model import LibraryEntry, Manifest, choose_for_server, choose_library, threads_here, timed_parts
@@ -221,8 +220,8 @@ class Bench(ABC):
     def expected(self, examples: Sequence[Arrays]) -> list[Arrays]:
         return expected_of(self.network, self.reference_threads, examples)
 
-    def compare(self, examples: Sequence[Arrays], expected: Sequence[Arrays] | None = None) -> Deviation:
-        pairs = zip(self.outputs(examples), expected or self.expected(examples), strict=True)
+    def compare(self, examples: Sequence[Arrays]) -> Deviation:
+        pairs = zip(self.outputs(examples), self.expected(examples), strict=True)
         return Deviation.worst([compare_outputs(*pair) for pair in pairs])
 
 
@@ -232,7 +231,7 @@ class HostBench(Bench):
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         super().__init__(directory, manifest, choose_library(directory, manifest), MachineNoise())
         self.num_threads = self.reference_threads = threads_here(self.entry)
-        self._make_tuned = partial(tuned_inference, directory)
+        self._make_tuned = partial(library_inference, directory / self.entry.path, manifest, self.entry)
 
     def outputs(self, examples: Sequence[Arrays]) -> Sequence[Arrays]:
         return outputs_of(self._make_tuned, examples)
