@@ -265,9 +265,7 @@ def sweep(options: SweepOptions) -> SweepPlan | SweepResult:
         >>> [(entry.name, plan.num_tasks) for entry, plan in zip(planned.entries, planned.plans)]
         [('mlp', 4), ('dense:4,32,16 trials=0', 1)]
     """
-    found = run_sweep(options)
-    write_json(options.json_file, found)
-    return found
+    return run_sweep(options, lambda found: write_json(options.json_file, found))
 
 
 def diff(first: str, second: str) -> TuningDifference:

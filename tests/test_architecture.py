@@ -40,7 +40,7 @@ FLOORS = [
 FLOOR = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 MLFLOW_FLOOR = FLOOR["tracking"]
 MAX_FILES = 12
-MAX_MODULES = 200
+MAX_MODULES = 210
 MAX_ROOMS = 22
 MAX_SHARED_NAMES = 5
 

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import mlflow
+import numpy as np
 import onnx
 import pytest
-import yaml
-from helpers.commands import ANSOR_MLFLOW, BRIEF, FAST, ROOT, Finished, environment, run
-from mlflow.entities import Run
+from helpers.commands import ANSOR_MLFLOW, ROOT, Finished, environment, run
+from helpers.sweeps import runs_of, write_sweep
 
 from ansor_mlflow import names
-from ansor_mlflow.commands.sweep import Entry, EntryPlan, EntryResult, read_sweep, run_sweep
+from ansor_mlflow.commands.sweep import SweepResult, run_sweep
+from ansor_mlflow.commands.sweep.changes import Measured, compare, ratio_of_runs
+from ansor_mlflow.commands.sweep.declaration import Entry, read_sweep
+from ansor_mlflow.commands.sweep.plans import EntryPlan
+from ansor_mlflow.commands.sweep.results import EntryResult
+from ansor_mlflow.commands.sweep.schedule import Allowance, next_pipeline, rank
 from ansor_mlflow.errors import UserInputError
 from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.parameters import PipelineOptions, SweepOptions
 
-DEFAULTS: dict[str, Any] = {**FAST, **BRIEF, "cost_model": "none", "baseline": "none", "runtimes": "tvm", "trials": 4}
 SMALL, LARGE = "dense:16,64,64", "dense:8,32,32"
-
-
-def write(path: Path, *entries: Mapping[str, Any], **others: Any) -> str:
-    """A file with entries, without the defaults that make a tuning brief where others are given."""
-    path.write_text(yaml.safe_dump({"defaults": DEFAULTS, **others, "entries": list(entries)}))
-    return str(path)
 
 
 def sweep(directory: Path, experiment_id: str, path: str, *more: str) -> Finished:
@@ -38,19 +39,12 @@ def sweep(directory: Path, experiment_id: str, path: str, *more: str) -> Finishe
     return run([ANSOR_MLFLOW, "sweep", path, *more], directory, env)
 
 
-def runs_of(experiment_id: str, step: str) -> list[Run]:
-    found = mlflow.search_runs(
-        [experiment_id], filter_string=f"tags.`{names.TAG_STEP}` = '{step}'", output_format="list"
-    )
-    return sorted(found, key=lambda each: each.info.start_time)
-
-
 def test_lists_are_a_grid_and_patterns_are_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         builder = GraphBuilder(seed=0)
         logits = builder.dense("logits", builder.input("data", (1, 8)), units=4, in_units=8)
         onnx.save(builder.build(name, {logits: (1, 4)}), tmp_path / f"{name}.onnx")
-    path = write(
+    path = write_sweep(
         tmp_path / "s.yaml",
         {"network": [str(tmp_path / "*.onnx"), "mlp"], "dtype": ["float32", "bfloat16"], "weight": 3},
         {"network": "mlp", "batch_size": 2},
@@ -74,7 +68,7 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
         logits = builder.dense("logits", builder.input("data", (1, 8)), units=4, in_units=8)
         (tmp_path / directory).mkdir()
         onnx.save(builder.build("model", {logits: (1, 4)}), tmp_path / directory / "model.onnx")
-    declaration = read_sweep(write(tmp_path / "s.yaml", {"network": str(tmp_path / "*" / "model.onnx")}))
+    declaration = read_sweep(write_sweep(tmp_path / "s.yaml", {"network": str(tmp_path / "*" / "model.onnx")}))
     assert [entry.name for entry in declaration.entries] == [
         f"model ({tmp_path}/{directory}/model.onnx)" for directory in ("x", "y")
     ]
@@ -134,10 +128,11 @@ def test_trials_go_where_they_are_expected_to_save_most() -> None:
 
 
 @pytest.mark.system
-@pytest.mark.nightly  # a pipeline takes half a minute
 @pytest.mark.timeout(500)
 def test_a_sweep_makes_each_model_once_and_says_what_failed(tmp_path: Path, new_experiment: str) -> None:
-    """An entry that fails leaves the others; the same command tries it again, and makes what was added."""
+    """An entry that fails leaves the others; the same command tries it again, and makes what was added. Trials of less
+    than a minute are measured at once.
+    """
     broken = tmp_path / "broken.onnx"
     model = onnx.helper.make_model(
         onnx.helper.make_graph(
@@ -148,7 +143,7 @@ def test_a_sweep_makes_each_model_once_and_says_what_failed(tmp_path: Path, new_
         )
     )
     onnx.save(model, broken)
-    path = write(tmp_path / "s.yaml", {"network": SMALL}, {"network": str(broken)}, name="two")
+    path = write_sweep(tmp_path / "s.yaml", {"network": SMALL}, {"network": str(broken)}, name="two")
     planned = sweep(tmp_path / "work", new_experiment, path, "--plan")
     assert planned.exit_code == 0, planned.stderr
     assert "2 entries, 4 trials" in planned.stdout
@@ -161,36 +156,35 @@ def test_a_sweep_makes_each_model_once_and_says_what_failed(tmp_path: Path, new_
         "tries them again"
     ]
     (parent,) = runs_of(new_experiment, "sweep")
-    first, last = runs_of(new_experiment, "main")
+    (made,) = runs_of(new_experiment, "main")
     assert parent.info.status == "FAILED"
-    assert [each.data.metrics[names.TRIALS_MEASURED] for each in (first, last)] == [0, 4]
-    assert {each.data.tags["mlflow.parentRunId"] for each in (first, last)} == {parent.info.run_id}
-    assert {each.info.run_name for each in (first, last)} == {SMALL}
+    assert made.data.metrics[names.TRIALS_MEASURED] == 4
+    assert made.data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert made.info.run_name == SMALL
     assert len(runs_of(new_experiment, "tune")) == 1
     assert (parent.data.metrics[names.SWEEP_DONE], parent.data.metrics[names.SWEEP_FAILED]) == (1, 1)
-    assert parent.data.metrics[names.SWEEP_SPEEDUP_MEDIAN] == last.data.metrics[names.SPEEDUP_VS_BEST]
+    assert parent.data.metrics[names.SWEEP_SPEEDUP_MEDIAN] == made.data.metrics[names.SPEEDUP_VS_BEST]
     page = Path(
         mlflow.artifacts.download_artifacts(f"runs:/{parent.info.run_id}/{names.SWEEP_REPORT_FILE}")
     ).read_text()
-    for text in (SMALL, last.info.run_id, "give input_shapes"):
+    for text in (SMALL, made.info.run_id, "give input_shapes"):
         assert text in page
         assert text in parent.data.tags["mlflow.note.content"]
 
-    path = write(tmp_path / "s.yaml", {"network": SMALL}, {"network": LARGE, "trials": 0}, name="two")
+    path = write_sweep(tmp_path / "s.yaml", {"network": SMALL}, {"network": LARGE, "trials": 0}, name="two")
     done = sweep(tmp_path / "work", new_experiment, path)
     assert done.exit_code == 0, done.stderr
     (parent,) = runs_of(new_experiment, "sweep")
     assert parent.info.status == "FINISHED"
-    assert [each.info.run_name for each in runs_of(new_experiment, "main")] == [SMALL, SMALL, f"{LARGE} trials=0"]
+    assert [each.info.run_name for each in runs_of(new_experiment, "main")] == [SMALL, f"{LARGE} trials=0"]
     assert (parent.data.metrics[names.SWEEP_DONE], parent.data.metrics[names.SWEEP_FAILED]) == (2, 0)
 
 
 @pytest.mark.system
-@pytest.mark.nightly  # a pipeline takes half a minute
 @pytest.mark.timeout(500)
 def test_a_sweep_whose_process_is_killed_goes_on(tmp_path: Path, new_experiment: str) -> None:
     """No other process runs it meanwhile; what was made stays, and the budget of trials is that of all calls."""
-    path = write(tmp_path / "s.yaml", {"network": SMALL}, {"network": LARGE, "weight": 50}, name="killed")
+    path = write_sweep(tmp_path / "s.yaml", {"network": SMALL}, {"network": LARGE, "weight": 50}, name="killed")
     env = environment(os.environ["MLFLOW_TRACKING_URI"], {"MLFLOW_EXPERIMENT_ID": new_experiment})
     command = [ANSOR_MLFLOW, "sweep", path, "--max-trials", "3"]
     with (tmp_path / "log").open("w") as log:
@@ -212,13 +206,131 @@ def test_a_sweep_whose_process_is_killed_goes_on(tmp_path: Path, new_experiment:
     (parent,) = runs_of(new_experiment, "sweep")
     finished = [each for each in runs_of(new_experiment, "main") if each.info.status == "FINISHED"]
     assert parent.info.status == "FINISHED"
-    without_trials = [each.info.run_name for each in finished if not each.data.metrics[names.TRIALS_MEASURED]]
-    assert sorted(without_trials) == [SMALL, LARGE]
-    assert sum(each.data.metrics[names.TRIALS_MEASURED] for each in runs_of(new_experiment, "tune")) == 3
+    assert {each.info.run_name for each in finished} == {SMALL, LARGE}
+    assert sum(each.data.metrics.get(names.TRIALS_MEASURED, 0) for each in runs_of(new_experiment, "tune")) == 3
+    assert not [each for each in runs_of(new_experiment, "main") if each.info.status == "RUNNING"]
 
 
 @pytest.mark.system
-@pytest.mark.nightly  # a pipeline takes half a minute
+@pytest.mark.timeout(500)
+def test_a_sweep_is_compared_with_an_earlier_one(tmp_path: Path, new_experiment: str) -> None:
+    """All is measured anew; a model that is slower beyond the noise is a failure for JUnit, and the exit code."""
+    path = write_sweep(tmp_path / "s.yaml", {"network": SMALL}, name="watched", defaults={"turns": 3})
+    assert sweep(tmp_path / "work", new_experiment, path).exit_code == 0
+    (before,) = runs_of(new_experiment, "sweep")
+    (evaluated,) = runs_of(new_experiment, "evaluate")
+    turns = mlflow.artifacts.load_dict(f"runs:/{evaluated.info.run_id}/{names.TURNS_FILE}")
+    assert turns.keys() == {"tuned", "onnxruntime"}
+    assert {len(medians) for medians in turns.values()} == {3}
+
+    flags = ("--against", before.info.run_id, "--junit", "junit.xml", "--markdown", "sweep.md")
+    done = sweep(tmp_path / "work", new_experiment, path, *flags, "--fail-if-slower", "400%")
+    assert done.exit_code == 0, done.stderr
+    assert len(runs_of(new_experiment, "sweep")) == len(runs_of(new_experiment, "main")) == 2
+    assert re.search(r"[+-]\d+\.\d% \([+-]", done.stdout)
+
+    twice = {**turns, "tuned": [median / 50 for median in turns["tuned"]]}  # as if the model had been so fast
+    mlflow.MlflowClient().log_dict(evaluated.info.run_id, twice, names.TURNS_FILE)
+    done = sweep(tmp_path / "work", new_experiment, path, *flags, "--fail-if-slower", "3%")
+    assert done.exit_code == 8
+    assert f"1 of 1 models are slower than before by more than 3.0%, {SMALL} among them" in done.errors[0]
+    assert runs_of(new_experiment, "sweep")[-1].info.status == "FAILED"
+    (case,) = ElementTree.parse(tmp_path / "work" / "junit.xml").getroot().iter("testcase")
+    assert case.get("name") == SMALL
+    assert case.find("failure") is not None
+    assert f"| {SMALL} |" in (tmp_path / "work" / "sweep.md").read_text()
+
+
+def test_what_was_not_measured_alike_is_not_compared() -> None:
+    """The rival of both is that of the same version; without one latencies are compared as they are."""
+    turns = {"tuned": [1.0, 1.1, 0.9], "onnxruntime": [2.0, 2.2, 1.8]}
+    before = Measured(turns_ms=turns, versions={"onnxruntime": "1.22"}, best_rival="onnxruntime")
+    slower = {"tuned": [2.0, 2.2, 1.8], "onnxruntime": [4.0, 4.4, 3.6]}  # as the whole machine is
+    same = compare(replace(before, turns_ms=slower), before)
+    assert same.ratio is not None
+    assert (same.rival, same.ratio.estimate) == ("onnxruntime", pytest.approx(1.0))
+    assert not same.is_slower(0.0)
+    other = compare(replace(before, turns_ms=slower, versions={"onnxruntime": "1.23"}), before)
+    assert other.ratio is not None
+    assert (other.rival, other.ratio.estimate) == ("", pytest.approx(2.0))
+    assert other.is_slower(0.03)
+    once = compare(replace(before, turns_ms={"tuned": [1.0]}), before)
+    assert (once.ratio, str(once)) == (None, "fewer than two turns")
+
+
+def test_the_ratio_of_two_runs_is_that_of_welchs_test() -> None:
+    """The interval holds no difference in 95 % of the cases in which there is none."""
+    generator = np.random.default_rng(0)
+    held = 0
+    for _ in range(500):
+        now, before = np.exp(0.02 * generator.standard_normal(5)), np.exp(0.1 * generator.standard_normal(3))
+        ratio = ratio_of_runs(list(now), list(before))
+        held += ratio.lower <= 1 <= ratio.upper
+    assert 0.92 <= held / 500 <= 0.99
+
+
+def standing(**others: Any) -> EntryResult:
+    """An entry of 400 trials, which has nothing yet."""
+    plan = EntryPlan(num_trials=400, expected_minutes=100 / 60, workloads=frozenset({"a", "b"}))
+    return EntryResult(entry=Entry(name="", options=PipelineOptions(), weight=1.0), plan=plan, **others)
+
+
+def made(num_trials: int, **others: Any) -> EntryResult:
+    metrics = {names.TRIALS_MEASURED: num_trials, names.LATENCY_MS: 10.0}
+    measured = {"tune_run": "tuning", "num_measured": num_trials} if num_trials else {}
+    return standing(run_id="made", metrics=metrics, **{**measured, **others})
+
+
+def test_every_entry_gets_a_model_and_then_its_trials() -> None:
+    all_of_it = Allowance(trials=math.inf, minutes=math.inf)
+    assert next_pipeline(standing(), all_of_it) == {"trials": "0"}
+    assert next_pipeline(made(0), all_of_it) == {"trials": "400"}
+    assert next_pipeline(made(400), all_of_it) is None
+    assert next_pipeline(made(90, stop_reason="plateau"), all_of_it) is None
+    killed = standing(tune_run="tuning", num_measured=37)
+    assert next_pipeline(killed, all_of_it) == {"trials": "400", "resume_run": "tuning"}
+    few = Allowance(trials=1000, minutes=math.inf)
+    assert next_pipeline(made(100), few) == {"trials": "200", "resume_run": "tuning"}
+    assert next_pipeline(made(100), replace(few, trials=7)) == {"trials": "107", "resume_run": "tuning"}
+    assert next_pipeline(made(100), replace(few, trials=0)) is None
+    assert next_pipeline(standing(), replace(few, trials=0)) == {"trials": "0"}
+    assert next_pipeline(made(0), replace(few, trials=1)) is None  # each of two tasks needs one
+    assert next_pipeline(made(100), Allowance(trials=math.inf, minutes=2.5)) == {
+        "trials": "200",
+        "resume_run": "tuning",
+        "max_minutes": "2.5",
+    }
+    behind = made(100, num_measured=180)  # the part was ended before there was a model of it
+    assert next_pipeline(behind, replace(few, trials=0)) == {"trials": "180", "resume_run": "tuning"}
+
+
+def test_the_longest_is_first_unless_a_budget_may_end() -> None:
+    all_of_it, few = Allowance(trials=math.inf, minutes=math.inf), Allowance(trials=100, minutes=math.inf)
+    slow, fast = made(100, saved_ms=0.5), made(100, saved_ms=0.1)
+    longer = replace(fast, plan=replace(fast.plan, expected_minutes=9))
+    assert max([slow, longer], key=lambda each: rank(each, few, is_shared=False)) is slow
+    assert max([slow, longer], key=lambda each: rank(each, all_of_it, is_shared=False)) is longer
+    assert rank(standing(), few, is_shared=False) > rank(slow, few, is_shared=False)
+    assert rank(fast, few, is_shared=False) > rank(slow, few, is_shared=True)
+
+
+def test_trials_that_earlier_records_spared_are_counted() -> None:
+    known = made(100, num_known=2, stop_reason="known")
+    assert known.num_spared == 300
+    assert made(100, num_known=2, stop_reason="trials").num_spared == 0
+
+
+def test_a_long_table_is_cut_where_mlflow_would_refuse_it() -> None:
+    entries = [replace(made(1), entry=replace(made(1).entry, name=f"network-{number}")) for number in range(200)]
+    entries[150] = replace(standing(error="it|failed"), entry=replace(made(1).entry, name="broken"))
+    note = SweepResult(name="many", run_id="", experiment_id="", entries=tuple(entries)).note()
+    assert len(note) < 8000
+    assert note.splitlines()[4].startswith("| broken |")
+    assert "it\\|failed" in note
+    assert re.search(r"\d+ more are in sweep.html", note)
+
+
+@pytest.mark.system
 @pytest.mark.timeout(300)
 def test_the_example_ends_right(tmp_path: Path, new_experiment: str) -> None:
     done = sweep(tmp_path, new_experiment, str(ROOT / "examples" / "sweep.yaml"))

@@ -144,11 +144,14 @@ def sweep(options: parameters.SweepOptions) -> None:
     """Tune many networks: each gets a model first, then the trials go where they gain most.
 
     SWEEP is a YAML file. Started again it goes on: what was made stays, what failed is tried again, and entries may be
-    added. Entries without a model end it with exit code 4.
+    added. Entries without a model end it with exit code 4, and models that are slower than --fail-if-slower allows with
+    8.
     """
+    from ansor_mlflow.cli.progress import sweep_table
     from ansor_mlflow.commands.sweep import run_sweep
 
-    report(run_sweep(options), options.json_file)
+    with sweep_table() as watch:
+        run_sweep(options, lambda found: report(found, options.json_file), watch)
 
 
 @command(cli, "bisect")

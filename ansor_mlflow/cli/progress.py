@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.jupyter import JupyterMixin
@@ -20,9 +20,12 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from ansor_mlflow.cli.command import PlainConsole
+from ansor_mlflow.cli.command import PlainConsole, table
 from ansor_mlflow.foreign import duration, printable
 from ansor_mlflow.trials import TaskState, TrialStatus, TuningObserver, TuningPlan, TuningResult, TuningRound
+
+if TYPE_CHECKING:
+    from ansor_mlflow.commands.sweep import SweepResult
 
 _MIN_REFRESH_INTERVAL_S = 0.5
 _MARK = ""
@@ -170,6 +173,18 @@ def progress_observers() -> Iterator[Sequence[TuningObserver]]:
     )
     with live, _log_through(console):
         yield [ProgressDisplay(lambda view, is_due: live.update(view, refresh=is_due))]
+
+
+@contextmanager
+def sweep_table() -> Iterator[Callable[[SweepResult], None]]:
+    """Shows how the entries of a sweep stand, if standard error is a terminal, below the log's lines; else nothing."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    console = PlainConsole(stderr=True)
+    live = Live(Text("planning"), console=console, auto_refresh=False, transient=True)
+    with live, _log_through(console):
+        yield lambda result: live.update(Group(_one_line(result.headline()), table(result.table())), refresh=True)
 
 
 class _ConsoleHandler(logging.Handler):

@@ -55,6 +55,8 @@ class Latency:
     """Latency of one contender over all turns, in milliseconds."""
 
     samples_ms: npt.NDArray[np.float64]
+    turns_ms: tuple[float, ...] = ()
+    """Median of each turn; none where there were no turns."""
 
     @property
     def median_ms(self) -> float:
@@ -83,11 +85,14 @@ def measure_in_turns(
 
 def take_turns(contenders: Mapping[str, Turn], turns: int, noise: MachineNoise) -> dict[str, Latency]:
     """Times every contender once per turn, wherever it runs; again where other programs disturb it."""
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    samples: dict[str, list[list[float]]] = {name: [] for name in contenders}
     for _ in range(turns):
         for name, turn in contenders.items():
-            samples[name] += noise.measure(turn)
-    return {name: Latency(np.array(values) * 1e3) for name, values in samples.items()}
+            samples[name].append(noise.measure(turn))
+    return {
+        name: Latency(np.concatenate(values) * 1e3, tuple(float(np.median(value)) * 1e3 for value in values))
+        for name, values in samples.items()
+    }
 
 
 def turn_in_process(make_call: MakeCall, measure_s: float) -> tuple[list[float], float]:

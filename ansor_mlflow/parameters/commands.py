@@ -24,6 +24,7 @@ from ansor_mlflow.parameters.tuning import (
 
 TRACKER_RULE = "host:port, such as 127.0.0.1:9190"
 SOURCE_RULE = "the ID of a tuning run, or a path or an artifact URI of records"
+SLOWER_RULE = "a share such as 3% or 0.03"
 DIRECTORY_RULE = "the path of a directory"
 
 Port = Annotated[
@@ -84,9 +85,7 @@ class DiffOptions(ReportOptions):
         tuple[str, ...],
         parameter(rule="two runs, each an ID or the URI of a model", min_length=2, max_length=2, metavar="RUN_A RUN_B"),
     ]
-    fail_if_slower: Annotated[Share, parameter(ge=0, allow_inf_nan=False)] | None = parameter(
-        None, "a share such as 3% or 0.03"
-    )
+    fail_if_slower: Annotated[Share, parameter(ge=0, allow_inf_nan=False)] | None = parameter(None, SLOWER_RULE)
     force: bool = False
     html: str = ""
 
@@ -131,12 +130,27 @@ class SweepOptions(ReportOptions, RunOptions):
         dry_run: Check all entries and say what is to be done, without doing it.
         max_trials: Trials of all entries together, which go where they gain most; by default each gets its own.
         max_minutes: Minutes after which no more trials are measured; no limit by default.
+        on: Machines that run the pipelines: local, this one; ray, the nodes of the Ray cluster here or of RAY_ADDRESS;
+            or ray://host:port, those of another.
+        node_minutes: Minutes for which entries wait for a node of theirs, when nothing else is left.
+        against: Run of an earlier sweep, whose entries are compared with those of the same names. All models are made
+            and measured anew then.
+        fail_if_slower: Share by which a model may be slower than in the earlier sweep, such as 3%; by more, beyond the
+            noise, the exit code is 8.
+        junit: File that the entries are written to as JUnit XML; none by default.
+        markdown: File that the table is written to as Markdown; none by default.
     """
 
     sweep: NonEmpty = parameter(rule="the path of a YAML file", metavar="SWEEP")
     dry_run: bool = parameter(False, flag="--plan")
     max_trials: PositiveInt | None = None
     max_minutes: PositiveFloat | None = None
+    on: Annotated[str, parameter(rule="local, ray or ray://host:port", pattern=r"^(local|ray|ray://.+:\d+)$")] = "local"
+    node_minutes: Annotated[float, parameter(ge=0, allow_inf_nan=False)] = parameter(10.0, "a number, 0 or more")
+    against: str = ""
+    fail_if_slower: Annotated[Share, parameter(ge=0, allow_inf_nan=False)] | None = parameter(None, SLOWER_RULE)
+    junit: str = ""
+    markdown: str = ""
 
 
 class DoctorOptions(ServersOptions, ReportOptions):

@@ -1,7 +1,16 @@
 """What a run in MLflow shows: params, tags, metrics, artifacts, and what went wrong."""
 
 from ansor_mlflow.tracking.environment import describe_environment, open_in_turn, translated_errors
-from ansor_mlflow.tracking.killed import WORK_ROOT, ended, has_messages, has_records, held, is_held, remove_directory
+from ansor_mlflow.tracking.killed import (
+    WORK_ROOT,
+    end_killed_run,
+    ended,
+    has_messages,
+    has_records,
+    held,
+    is_held,
+    remove_directory,
+)
 from ansor_mlflow.tracking.memory import EarlierTuning, best_source, find_tunings, memory_tags
 from ansor_mlflow.tracking.observer import MlflowObserver, latency_metrics, trials_table
 from ansor_mlflow.tracking.outbox import (
@@ -31,7 +40,7 @@ from ansor_mlflow.tracking.registry import (
     undo_moves,
     undoable_moves,
 )
-from ansor_mlflow.tracking.report.figures import draw_losses, draw_roofline, save_figure
+from ansor_mlflow.tracking.report.figures import draw_losses, draw_roofline, draw_speedups, save_figure
 from ansor_mlflow.tracking.report.history import TuningHistory
 from ansor_mlflow.tracking.report.note import command_lines, evaluation_note, pipeline_note, tuning_note
 from ansor_mlflow.tracking.report.pages import (

@@ -95,7 +95,7 @@ def end_killed_steps() -> None:
                 left.append(directory.name)
                 continue
             if (directory / LOCK_FILE).exists():  # else it is the user's own run, in which something was tuned
-                _end_run(directory.name)
+                end_killed_run(directory.name)
             remove_directory(directory)
     if left:
         _log.warning(
@@ -116,7 +116,8 @@ def fail_pending_models(run_id: str) -> None:
             client.finalize_logged_model(model.model_id, LoggedModelStatus.FAILED)
 
 
-def _end_run(run_id: str) -> None:
+def end_killed_run(run_id: str) -> None:
+    """Marks a run KILLED whose process is no more, if it does not say so itself."""
     client = mlflow.MlflowClient()
     if client.get_run(run_id).info.status == "RUNNING":
         client.set_tag(run_id, names.TAG_ERROR, "the process was killed")

@@ -29,6 +29,7 @@ _GREY = "#8c8c8c"
 _CLASSES = tuple(status for status in TrialStatus if status is not TrialStatus.OK)
 _NUM_NAMED = 5  # tasks with a colour of their own: those that take most of the time
 _MAX_BARS = 15  # tasks that have a bar of their own; the others share one
+_MAX_NAMED = 60  # networks of a sweep that have their names beside them
 _MAX_RATIO = 30.0  # time over the best time of the task beyond which trials lie outside of the figure
 _MAX_LOG_LABELS = 8
 _MAX_DOTS = 4000  # trials that are drawn; of more, every second, third and so on is
@@ -233,6 +234,26 @@ def draw_losses(
     axes.set_ylim(bottom=0)
     _add_legend(figure)
     _set_grid(axes)
+    return figure
+
+
+def draw_speedups(title: str, speedups: Mapping[str, float]) -> Figure:
+    """Draws speed-ups over the best rival by their names, the largest first, on a logarithmic axis around 1."""
+    ordered = sorted(speedups.items(), key=lambda item: item[1])
+    is_named = len(ordered) <= _MAX_NAMED
+    figure = _new_figure(title, 1.3 + 0.24 * min(len(ordered), _MAX_NAMED))
+    axes = figure.subplots()
+    values = [speedup for _, speedup in ordered]
+    colors = [BLUE if value >= 1 else VERMILION for value in values]
+    axes.hlines(range(len(values)), 1, values, color=colors)
+    axes.scatter(values, range(len(values)), color=colors, zorder=3)
+    axes.axvline(1, color=_GREY, linewidth=1)
+    axes.set_xscale("log")
+    axes.set_xlim(min(0.5, *values) * 0.9, max(2.0, *values) * 1.1)
+    _label_log(axes.xaxis)
+    axes.set_yticks(range(len(values)) if is_named else [], [plain(name) for name, _ in ordered] if is_named else [])
+    axes.set(xlabel="speed-up over the best rival")
+    _set_grid(axes, "x")
     return figure
 
 

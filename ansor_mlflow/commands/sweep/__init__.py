@@ -1,0 +1,5 @@
+"""The command `sweep`: many networks and parameters, one run above all of them, one table and one budget."""
+
+from ansor_mlflow.commands.sweep.driver import run_sweep
+from ansor_mlflow.commands.sweep.plans import SweepPlan
+from ansor_mlflow.commands.sweep.results import SweepResult

@@ -1,0 +1,66 @@
+"""Which pipeline an entry gets next, and which entry comes first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ansor_mlflow.commands.sweep.results import EntryResult
+
+_NUM_PARTS = 4
+"""Parts in which an entry gets its trials where a budget may end before all have theirs."""
+_SHORT_MINUTES = 1.0
+"""Minutes of trials up to which an entry gets no model without them first, as that takes no less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allowance:
+    """What a sweep may still spend; infinite where nothing was said of it."""
+
+    trials: float
+    minutes: float
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether not all entries may get all of their trials."""
+        return math.isfinite(self.trials) or math.isfinite(self.minutes)
+
+
+def next_pipeline(entry: EntryResult, left: Allowance) -> dict[str, str] | None:
+    """The parameters that the next pipeline of an entry is given; None where it gets none."""
+    num_trials = _next_trials(entry, left)
+    is_long = entry.plan.expected_minutes > _SHORT_MINUTES and not entry.num_measured
+    if not entry.run_id and (num_trials is None or is_long):
+        return {"trials": "0"}  # so that none is without a model when the budget ends
+    if num_trials is None:
+        return None
+    given = {"trials": str(num_trials)}
+    if entry.tune_run:
+        given["resume_run"] = entry.tune_run
+    if math.isfinite(left.minutes):
+        given["max_minutes"] = f"{min(left.minutes, entry.entry.options.max_minutes or math.inf):.3g}"
+    return given
+
+
+def _next_trials(entry: EntryResult, left: Allowance) -> int | None:
+    """Trials that the tuning of an entry is to have after its next part; None where there is no such part."""
+    is_behind = entry.num_measured > entry.num_trials  # a part was ended, and a model of its trials is to be made
+    if not entry.num_left or left.minutes <= 0 or (left.trials <= 0 and not is_behind):
+        return None
+    part = math.ceil(entry.plan.num_trials / _NUM_PARTS) if left.is_limited else entry.num_left
+    part = min(entry.num_left, max(part, len(entry.plan.workloads)))
+    begun = max(entry.num_trials, entry.num_measured)
+    num_trials = min(entry.plan.num_trials, begun + int(min(max(0, left.trials), part)))
+    return num_trials if num_trials >= len(entry.plan.workloads) else None  # each task needs one
+
+
+def rank(entry: EntryResult, left: Allowance, *, is_shared: bool) -> tuple[bool, bool, float]:
+    """What of several entries that may run is the largest for the one that is next.
+
+    Those without a model come first. An entry that shares tasks with one that is being tuned (`is_shared`) waits for
+    its records, while there are others. Where all get all of their trials, the longest is first, so that no node is
+    left with it at the end; else that of which the next trials are expected to gain most.
+    """
+    is_new = not entry.run_id
+    worth = entry.expected_gain if left.is_limited and not is_new else entry.plan.expected_minutes
+    return is_new, not is_shared, worth

@@ -1,0 +1,190 @@
+"""`ansor-mlflow sweep --on ray` on a real cluster of raylets on this host, which are killed: nothing is lost.
+
+Ray takes no part in what is measured: each node runs whole pipelines, one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import onnx
+import pytest
+from helpers.browser import MlflowPages, chromium
+from helpers.commands import ANSOR_MLFLOW, environment
+from helpers.servers import mlflow_server
+from helpers.sweeps import runs_of, write_sweep
+from mlflow.entities import Run
+from playwright.sync_api import expect
+
+from ansor_mlflow import names
+from ansor_mlflow.networks.graph import GraphBuilder
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+FEW: dict[str, Any] = {"rivals": "none", "num_threads": 1}
+DENSE = "dense:16,64,64"
+
+
+@contextmanager
+def cluster_of(directory: Path, *nodes: dict[str, Any]) -> Iterator[Any]:
+    """A cluster whose head takes no pipelines, with nodes of one CPU each, and their labels and resources."""
+    from ray.cluster_utils import Cluster
+
+    before = dict(os.environ)
+    os.environ |= {"XDG_CACHE_HOME": str(directory / "cache"), "RAY_DISABLE_DOCKER_CPU_WARNING": "1"}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        cluster.nodes = [cluster.add_node(num_cpus=1, wait=False, **node) for node in nodes]
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        cluster.shutdown()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def command(cluster: Any, experiment_id: str, path: str, *more: str) -> tuple[list[str], dict[str, str]]:
+    env = environment(os.environ["MLFLOW_TRACKING_URI"], {"MLFLOW_EXPERIMENT_ID": experiment_id})
+    env["RAY_ADDRESS"] = cluster.address
+    return [ANSOR_MLFLOW, "sweep", path, "--on", "ray", *more], env
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], log: Path, limit_s: float = 240) -> Any:
+    deadline_s = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, log.read_text()
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.3)
+    return found
+
+
+def test_what_a_lost_node_tuned_goes_on_elsewhere(tmp_path: Path, new_experiment: str) -> None:
+    """From its records, with the trials that are left; a label that no node has is named, and the others go on."""
+    builder = GraphBuilder(seed=0)
+    logits = builder.dense("logits", builder.input("data", (1, 64)), units=32, in_units=64)
+    network = tmp_path / "small.onnx"
+    onnx.save(builder.build("small", {logits: (1, 32)}), network)
+    np.savez(tmp_path / "data.npz", data=np.ones((2, 64), np.float32))
+    path = write_sweep(
+        tmp_path / "s.yaml",
+        {"network": DENSE, "device": "kind=big", "trials": 40},
+        {"network": str(network), "device": "small", "trials": 0, "data": str(tmp_path / "data.npz")},
+        {"network": "mlp", "device": "kind=absent"},
+        name="lost",
+        defaults=FEW,
+    )
+    big, small = {"labels": {"kind": "big"}}, {"resources": {"small": 1}}
+    with cluster_of(tmp_path, big, big, small) as cluster:
+        args, env = command(cluster, new_experiment, path, "--node-minutes", "0")
+        log = tmp_path / "log"
+        with log.open("w") as output:
+            process = subprocess.Popen(args, cwd=tmp_path, env=env, stdout=output, stderr=output)
+        try:
+
+            def tuning() -> Any:
+                return [
+                    each for each in runs_of(new_experiment, "tune") if each.data.metrics.get(names.TRIALS_MEASURED)
+                ]
+
+            wait_for(tuning, process, log)
+            (lost,) = [each for each in cluster.nodes[:2] if is_busy(each)]
+            cluster.remove_node(lost, allow_graceful=False)
+            assert process.wait(300) == 4, log.read_text()
+        finally:
+            process.kill()
+    text = log.read_text()
+    assert "no node of the cluster has device=kind=absent target=auto" in text
+    assert "node vm kind=big was lost" in text.replace(socket.gethostname(), "vm")
+    (parent,) = runs_of(new_experiment, "sweep")
+    tuned = [each for each in runs_of(new_experiment, "tune") if each.data.metrics.get(names.TRIALS_MEASURED)]
+    assert [each.data.metrics[names.TRIALS_MEASURED] for each in tuned] == [40]
+    finished = {each.info.run_name: each for each in runs_of(new_experiment, "main") if each.info.status == "FINISHED"}
+    assert sorted(name.split()[0] for name in finished) == [DENSE, "small"]
+    assert {each.data.tags["mlflow.parentRunId"] for each in finished.values()} == {parent.info.run_id}
+    files = [each.path for each in mlflow.MlflowClient().list_artifacts(parent.info.run_id, "files")]
+    assert len(files) == 2  # the network and its data
+    assert not [each for each in runs_of(new_experiment, "main") if each.info.status == "RUNNING"]
+    assert (parent.data.metrics[names.SWEEP_DONE], parent.data.metrics[names.SWEEP_FAILED]) == (2, 1)
+
+
+def is_busy(node: Any) -> bool:
+    """Whether a pipeline runs below a raylet."""
+    import psutil
+
+    processes = psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True)
+    return any("ansor_mlflow.processes" in " ".join(each.cmdline()) for each in processes)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+def test_a_sweep_of_six_networks_on_two_kinds_of_nodes_is_seen_in_the_browser(tmp_path: Path) -> None:
+    """A node is killed in the middle, and the head's address is that of Ray's client."""
+    networks = [f"dense:{rows},{units},64" for rows in (1, 8, 16) for units in (32, 64)]
+    path = write_sweep(
+        tmp_path / "s.yaml",
+        {"network": networks, "device": ["kind=big", "kind=small"], "trials": 4},
+        name="fleet",
+        defaults={"num_threads": 1},
+    )
+    big, small = {"labels": {"kind": "big"}}, {"labels": {"kind": "small"}}
+    with (
+        mlflow_server(tmp_path / "server") as server,
+        pytest.MonkeyPatch.context() as patch,
+        cluster_of(tmp_path, big, big, small, small) as cluster,
+    ):
+        patch.setenv("MLFLOW_TRACKING_URI", server.url)
+        experiment = mlflow.MlflowClient(server.url).create_experiment("fleet")
+        args, env = command(cluster, experiment, path)
+        log = tmp_path / "log"
+        with log.open("w") as output:
+            process = subprocess.Popen(args, cwd=tmp_path, env=env, stdout=output, stderr=output)
+        try:
+            wait_for(lambda: len(runs_of(experiment, "main")) > 6, process, log, limit_s=600)
+            lost = next(each for each in cluster.nodes if is_busy(each))
+            cluster.remove_node(lost, allow_graceful=False)
+            assert process.wait(900) == 0, log.read_text()
+        finally:
+            process.kill()
+        (parent,) = runs_of(experiment, "sweep")
+        finished = [each for each in runs_of(experiment, "main") if each.info.status == "FINISHED"]
+        entries = sorted(f"{network} device=kind={kind} trials=4" for network in networks for kind in ("big", "small"))
+        assert sorted(each.info.run_name for each in finished) == entries  # each once
+        assert [each.data.metrics[names.TRIALS_MEASURED] for each in finished] == [4] * 12
+        assert parent.data.metrics[names.SWEEP_DONE] == 12
+        assert "was lost" in log.read_text()
+        assert_alone(log.read_text(), runs_of(experiment, "main"))
+        with chromium() as browser:
+            pages = MlflowPages(browser, server.url, tmp_path)
+            run = f"experiments/{experiment}/runs/{parent.info.run_id}?workflowType=machine_learning"
+            with pages.open(run, height=2000) as page:
+                table = page.get_by_role("table").filter(has_text="speed-up over the best rival")
+                for entry in entries:
+                    expect(table.get_by_role("row").filter(has_text=entry)).to_have_count(1)
+                expect(page.get_by_text("12 of 12 entries have a model").first).to_be_visible()
+                expect(page.get_by_text("sweep/speedup_median").first).to_be_visible()
+            with pages.open(f"experiments/{experiment}/runs?workflowType=machine_learning", height=2000) as page:
+                expect(page.get_by_text(entries[0]).first).to_be_visible()
+
+
+def assert_alone(log: str, pipelines: list[Run]) -> None:
+    """No two pipelines ran on one node at the same time: where each did is in the log, when it did in its run."""
+    of_node: dict[str, list[tuple[int, int]]] = {}
+    places = re.findall(r"^(.*) on (\S+ kind=\w+): trials=", log, re.M)
+    assert len(places) >= 12
+    by_name = {each.info.run_name: each for each in pipelines if each.info.status == "FINISHED"}
+    for name, kind in dict(places).items():
+        info = by_name[name].info
+        of_node.setdefault(kind, []).append((info.start_time, info.end_time))
+    for times in of_node.values():  # two nodes of each kind
+        for begin, _ in times:
+            assert sum(start <= begin < end for start, end in times) <= 2
