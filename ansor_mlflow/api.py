@@ -262,7 +262,7 @@ def sweep(options: SweepOptions) -> SweepPlan | SweepResult:
     Example:
         >>> _ = Path("sweep.yaml").write_text("entries: [{network: mlp}, {network: 'dense:4,32,16', trials: 0}]")
         >>> planned = am.sweep(sweep="sweep.yaml", dry_run=True)
-        >>> [(entry.name, plan.num_tasks) for entry, plan in zip(planned.entries, planned.plans)]
+        >>> [(entry.name, len(plan.workloads)) for entry, plan in zip(planned.entries, planned.plans)]
         [('mlp', 4), ('dense:4,32,16 trials=0', 1)]
     """
     return run_sweep(options, lambda found: write_json(options.json_file, found))

@@ -169,7 +169,7 @@ def test_a_sweep_makes_each_model_once_and_says_what_failed(tmp_path: Path, new_
     ).read_text()
     for text in (SMALL, made.info.run_id, "give input_shapes"):
         assert text in page
-        assert text in parent.data.tags["mlflow.note.content"]
+        assert text in parent.data.tags["mlflow.note.content"]  # the run's ID is in a link
 
     path = write_sweep(tmp_path / "s.yaml", {"network": SMALL}, {"network": LARGE, "trials": 0}, name="two")
     done = sweep(tmp_path / "work", new_experiment, path)
@@ -238,7 +238,7 @@ def test_a_sweep_is_compared_with_an_earlier_one(tmp_path: Path, new_experiment:
     (case,) = ElementTree.parse(tmp_path / "work" / "junit.xml").getroot().iter("testcase")
     assert case.get("name") == SMALL
     assert case.find("failure") is not None
-    assert f"| {SMALL} |" in (tmp_path / "work" / "sweep.md").read_text()
+    assert f"| [{SMALL}](#/experiments/" in (tmp_path / "work" / "sweep.md").read_text()
 
 
 def test_what_was_not_measured_alike_is_not_compared() -> None:

@@ -36,7 +36,7 @@ from ansor_mlflow.networks import external_files
 from ansor_mlflow.parameters import PipelineOptions, SweepOptions, is_uri, load_options
 
 _log = logging.getLogger("ansor_mlflow")
-_MAX_TRIES = 2
+_MAX_TRIES = 3
 """Times that a pipeline is run whose error is of the machine: a server that was away may be back."""
 _MAX_LOSSES = 3
 """Nodes that an entry may lose: a network may be what ends them."""

@@ -18,7 +18,7 @@ from ansor_mlflow.errors import AnsorMlflowError
 from ansor_mlflow.files import sha256_of_file
 from ansor_mlflow.foreign import Report, Reported, Table
 from ansor_mlflow.lowering import LOWERING_VERSION
-from ansor_mlflow.parameters import PipelineOptions, PlanOptions, load_options
+from ansor_mlflow.parameters import PlanOptions, load_options
 from ansor_mlflow.processes import WorkerPool
 
 _TIMEOUT_S = 1800.0
@@ -76,14 +76,15 @@ def plan_entries(entries: Sequence[tuple[Entry, DeviceFingerprint]]) -> list[Ent
     pool = WorkerPool(1)
     try:
         store = mlflow.get_tracking_uri()
-        outcomes = pool.map(_plan, [(entry.options, device, store) for entry, device in entries], _TIMEOUT_S)
+        outcomes = pool.map(_plan, [(entry, device, store) for entry, device in entries], _TIMEOUT_S)
     finally:
         pool.close()
     return [outcome.value or EntryPlan(error=outcome.error or str(outcome.failure)) for outcome in outcomes]
 
 
-def _plan(work: tuple[PipelineOptions, DeviceFingerprint, str]) -> EntryPlan:
-    options, device, store = work
+def _plan(work: tuple[Entry, DeviceFingerprint, str]) -> EntryPlan:
+    entry, device, store = work
+    options = entry.options
     mlflow.set_tracking_uri(store)
     try:
         changed = options.changed()
@@ -99,6 +100,7 @@ def _plan(work: tuple[PipelineOptions, DeviceFingerprint, str]) -> EntryPlan:
         sha256_of_file(Path(options.data)) if options.data else "",
         device.name,
         LOWERING_VERSION,
+        *([entry.device] if entry.device else []),
     ]
     return EntryPlan(
         digest=hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:_DIGEST_CHARS],

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from mlflow import MlflowClient
 
 from ansor_mlflow.commands.sweep.declaration import Entry
-from ansor_mlflow.commands.sweep.nodes import Ended, Node, SweepJob, device_key, run_in_process, tracking_store
+from ansor_mlflow.commands.sweep.nodes import Ended, Node, device_key, run_in_process, tracking_store
 from ansor_mlflow.device import Device, DeviceFingerprint
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line
 
@@ -61,9 +61,15 @@ class RayNodes:
     """The nodes of a cluster that have CPUs, this package, and a way to the tracking server."""
 
     def __init__(
-        self, address: str, entries: Sequence[Entry], pipeline: Callable[[SweepJob], Ended] = run_in_process
+        self,
+        address: str,
+        entries: Sequence[Entry],
+        pipeline: Callable[[Any], Ended] = run_in_process,
+        directory: str | None = None,
     ) -> None:
         """Connects to a cluster, and asks its nodes what they are.
+
+        A pipeline runs in a copy of the directory, if there is one.
 
         Raises:
             MachineError: Ray is not installed, or there is no such cluster.
@@ -75,7 +81,10 @@ class RayNodes:
         self._ray, self._pipeline = ray, pipeline
         try:
             ray.init(
-                address="auto" if address == "ray" else address, log_to_driver=False, logging_level=logging.WARNING
+                address="auto" if address == "ray" else address,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                runtime_env={"working_dir": directory} if directory else None,
             )
         except Exception as err:  # Ray's errors here have no class in common
             raise MachineError(
@@ -176,7 +185,7 @@ class RayNodes:
         custom = {entry.device: 1} if entry.device and "=" not in entry.device else {}
         return {"CPU": max(cpus, default=1), **custom}
 
-    def start(self, number: int, node: Node, job: SweepJob) -> None:
+    def start(self, number: int, node: Node, job: Any) -> None:
         cpus, gpus = node.resources["CPU"], node.resources.get("GPU", 0)
         task = self._remote(self._pipeline, node.id, {"num_cpus": cpus, "num_gpus": gpus, "name": job.name})
         self._running[task.remote(job)] = number, node

@@ -113,7 +113,7 @@ class EntryResult:
             "entry": self.entry.name,
             "target": self.plan.target,
             ">latency ms": figure(self.metrics.get(names.LATENCY_MS)),
-            ">speed-up over the best rival": figure(self.metrics.get(names.SPEEDUP_VS_BEST), "{:.2f}"),
+            ">speed-up": figure(self.metrics.get(names.SPEEDUP_VS_BEST), "{:.2f}"),
             ">change": str(self.change) if self.change else "",
             ">trials": str(self.num_trials) if self.run_id else "–",
             ">spared": str(self.num_spared) if self.num_spared else "",
@@ -167,8 +167,17 @@ class SweepResult(Reported):
         return headers, [[row[header] for header in headers] for row in rows]
 
     def note(self) -> str:
-        """The description of the run, as Markdown."""
+        """The description of the run, as Markdown, with a link to each entry's run."""
         headers, rows = self._rows()
+        for entry, row in zip(self.entries, rows, strict=True):
+            if entry.run_id:
+                row[0] = f"[{row[0]}](#/experiments/{self.experiment_id}/runs/{entry.run_id})"
+        if "run" in headers:
+            place = headers.index("run")
+            headers, rows = (
+                [*headers[:place], *headers[place + 1 :]],
+                [[*row[:place], *row[place + 1 :]] for row in rows],
+            )
         order = sorted(range(len(rows)), key=lambda number: bool(self.entries[number].run_id))  # what failed is first
         lines = [
             [header.lstrip(">~") for header in headers],
