@@ -183,6 +183,7 @@ TAG_PROMOTION_ALIASES = "ansor.promotion_aliases"
 TAG_DRY_RUN = "ansor.dry_run"
 TAG_SWEEP = "ansor.sweep"  # name of a sweep
 TAG_SWEEP_DRIVER = "ansor.sweep_driver"  # host and process that ran a sweep last
+TAG_SWEEP_SEEN = "ansor.sweep_seen"  # when that process was last there, in seconds since 1970
 TAG_SWEEP_AGAINST = "ansor.sweep_against"  # run of the sweep that one is compared with
 TAG_SWEEP_ENTRY = "ansor.sweep_entry"
 """Digest of the network, parameters, device and lowering of a sweep's entry, on the runs that were made of it."""
@@ -239,6 +240,7 @@ LATENCY_FIGURE = "latency.png"
 LATENCY_SAMPLES_FILE = "latency_samples.csv"  # every timed call of a model
 REPORT_FILE = "report.html"
 SWEEP_REPORT_FILE = "sweep.html"
+SWEEP_FILE = "sweep.json"  # IDs of the pipelines by the names of the entries
 SWEEP_CHART = "sweep.png"
 PROMOTION_REPORT_FILE = "promotion.html"
 PROMOTION_FILE = "promotion.json"

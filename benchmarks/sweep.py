@@ -52,7 +52,7 @@ class Row:
     ideal_s: float
     """What all pipelines take over the nodes, or the longest of them, if that is more."""
     utilisation: float
-    """Share of the makespan in which a node runs a pipeline, 0 to 1."""
+    """Share of the makespan in which a node runs a pipeline, to its end with the run that it logs, 0 to 1."""
     driver_cpu_s: float
     driver_mib: float
     driver_requests: int
@@ -66,6 +66,7 @@ def pipeline(job: SweepJob) -> Ended:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, RunTag
 
+    began_s = time.monotonic()
     time.sleep(float(job.name.rpartition(" ")[2]))
     client, now_ms = MlflowClient(job.store), int(time.time() * 1000)
     tags = {**job.tags, "mlflow.parentRunId": job.options.parent_run, "ansor.step": "main"}
@@ -74,6 +75,7 @@ def pipeline(job: SweepJob) -> Ended:
     logged = [Metric(name, value, now_ms, 0) for name, value in metrics.items()]
     client.log_batch(run.info.run_id, metrics=logged, tags=[RunTag("ansor.network", job.name)])
     client.set_terminated(run.info.run_id)
+    client.log_metric(run.info.run_id, "busy_s", time.monotonic() - began_s)
     return Ended(run_id=run.info.run_id)
 
 
@@ -144,7 +146,7 @@ def measure(num_nodes: int, num_pipelines: int, scale_s: float, cluster: Any) ->
             for number, each in enumerate(seconds)
         ]
         name = f"simulated-{num_nodes}"
-        options = SweepOptions(sweep=name, on="ray")
+        options = SweepOptions(sweep=name, cluster="ray")
         me = psutil.Process()
         with tracking.step_run("sweep", options, name) as run, counted() as requested:
             driver = Driver(Declaration(name=name, entries=tuple(entries)), plans, options, run, nodes)
@@ -160,7 +162,7 @@ def measure(num_nodes: int, num_pipelines: int, scale_s: float, cluster: Any) ->
             pipelines=num_pipelines,
             makespan_s=makespan_s,
             ideal_s=max(sum(seconds) / num_nodes, *seconds),
-            utilisation=sum(seconds) / (num_nodes * makespan_s),
+            utilisation=sum(entry.metrics["busy_s"] for entry in result.entries) / (num_nodes * makespan_s),
             driver_cpu_s=cpu_s,
             driver_mib=me.memory_info().rss / 2**20,
             driver_requests=len(requested) - num_before,

@@ -35,11 +35,11 @@ def test_a_newcomer_is_shown_thirty_parameters_at_most() -> None:
 @pytest.mark.parametrize("entry_point", ENTRY_POINTS)
 def test_a_command_passes_every_parameter(entry_point: str) -> None:
     definition = PROJECT["entry_points"][entry_point]
-    command, *passed = definition["command"].split(" --")
-    assert command == f"python -m pipelines.{entry_point}"
-    assert [flag.strip() for flag in passed] == [
-        f"{name.replace('_', '-')} {{{name}}}" for name in definition["parameters"]
-    ]
+    flags = {"sweep": "", "json_file": "--json"} | (
+        {"dry_run": "--plan", "cluster": "--on"} if entry_point == "sweep" else {}
+    )
+    passed = [f"{flags.get(name, '--' + name.replace('_', '-'))} {{{name}}}" for name in definition["parameters"]]
+    assert definition["command"].split() == f"python -m pipelines.{entry_point} {' '.join(passed)}".split()
 
 
 def test_the_environment_installs_this_project_as_it_is_on_disk() -> None:

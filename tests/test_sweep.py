@@ -167,6 +167,7 @@ def test_a_sweep_makes_each_model_once_and_says_what_failed(tmp_path: Path, new_
     page = Path(
         mlflow.artifacts.download_artifacts(f"runs:/{parent.info.run_id}/{names.SWEEP_REPORT_FILE}")
     ).read_text()
+    assert mlflow.artifacts.load_dict(f"runs:/{parent.info.run_id}/{names.SWEEP_FILE}") == {SMALL: made.info.run_id}
     for text in (SMALL, made.info.run_id, "give input_shapes"):
         assert text in page
         assert text in parent.data.tags["mlflow.note.content"]  # the run's ID is in a link
@@ -277,31 +278,53 @@ def standing(**others: Any) -> EntryResult:
 
 def made(num_trials: int, **others: Any) -> EntryResult:
     metrics = {names.TRIALS_MEASURED: num_trials, names.LATENCY_MS: 10.0}
-    measured = {"tune_run": "tuning", "num_measured": num_trials} if num_trials else {}
+    metrics |= {names.TRIALS_PER_MINUTE: 10.0}
+    measured = {"tune_run": "tuning", "model_tuning": "tuning", "num_measured": num_trials} if num_trials else {}
     return standing(run_id="made", metrics=metrics, **{**measured, **others})
 
 
 def test_every_entry_gets_a_model_and_then_its_trials() -> None:
     all_of_it = Allowance(trials=math.inf, minutes=math.inf)
+    goes_on = {"resume_run": "tuning", "max_minutes": "10080"}  # it would keep an earlier limit
     assert next_pipeline(standing(), all_of_it) == {"trials": "0"}
     assert next_pipeline(made(0), all_of_it) == {"trials": "400"}
     assert next_pipeline(made(400), all_of_it) is None
     assert next_pipeline(made(90, stop_reason="plateau"), all_of_it) is None
     killed = standing(tune_run="tuning", num_measured=37)
-    assert next_pipeline(killed, all_of_it) == {"trials": "400", "resume_run": "tuning"}
+    assert next_pipeline(killed, all_of_it) == {"trials": "400", **goes_on}
     few = Allowance(trials=1000, minutes=math.inf)
-    assert next_pipeline(made(100), few) == {"trials": "200", "resume_run": "tuning"}
-    assert next_pipeline(made(100), replace(few, trials=7)) == {"trials": "107", "resume_run": "tuning"}
+    assert next_pipeline(made(100), few) == {"trials": "200", **goes_on}
+    assert next_pipeline(made(100), replace(few, trials=7)) == {"trials": "107", **goes_on}
     assert next_pipeline(made(100), replace(few, trials=0)) is None
     assert next_pipeline(standing(), replace(few, trials=0)) == {"trials": "0"}
     assert next_pipeline(made(0), replace(few, trials=1)) is None  # each of two tasks needs one
-    assert next_pipeline(made(100), Allowance(trials=math.inf, minutes=2.5)) == {
+    in_time = Allowance(trials=math.inf, minutes=2.5)
+    assert next_pipeline(made(100, tuned_minutes=10.0), in_time) == {
         "trials": "200",
         "resume_run": "tuning",
-        "max_minutes": "2.5",
+        "max_minutes": "12.5",  # the tuner counts those that it has had
     }
-    behind = made(100, num_measured=180)  # the part was ended before there was a model of it
-    assert next_pipeline(behind, replace(few, trials=0)) == {"trials": "180", "resume_run": "tuning"}
+
+
+def test_a_part_that_was_ended_before_there_was_a_model_of_it_gets_one() -> None:
+    all_of_it = Allowance(trials=math.inf, minutes=math.inf)
+    goes_on = {"resume_run": "tuning", "max_minutes": "10080"}
+    behind = made(100, num_measured=180)
+    assert next_pipeline(behind, replace(all_of_it, trials=0)) == {"trials": "180", **goes_on}
+    known = made(0, tune_run="tuning", stop_reason="known", num_known=2)
+    assert next_pipeline(known, all_of_it) == {"trials": "2", **goes_on}
+    assert next_pipeline(replace(known, model_tuning="tuning"), all_of_it) is None
+
+
+def test_trials_that_were_asked_for_and_were_not_needed_are_not_asked_for_again() -> None:
+    """Half of the tasks are known: the tuner spends half of the budget, and says that it is spent."""
+    all_of_it = Allowance(trials=math.inf, minutes=math.inf)
+    assert next_pipeline(made(200, num_asked=400, stop_reason="trials"), all_of_it) is None
+    assert next_pipeline(made(50, num_asked=100, stop_reason="trials"), replace(all_of_it, trials=900)) == {
+        "trials": "200",
+        "resume_run": "tuning",
+        "max_minutes": "10080",
+    }
 
 
 def test_the_longest_is_first_unless_a_budget_may_end() -> None:

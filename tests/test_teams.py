@@ -59,7 +59,9 @@ def test_what_is_promoted_is_deployed(tmp_path: Path) -> None:
     settings = {"_MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http", "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http"}
     settings |= {"_MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true", "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true"}
     command = [sys.executable, str(TEAMS / "deploy.py"), str(port), "--", "sh", "-c", f'echo "$MODEL" >> {told}']
-    receiver = subprocess.Popen(command, env={**os.environ, "SECRET": SECRET, "ALIAS": "champion"})
+    receiver = subprocess.Popen(
+        command, env={**os.environ, "SECRET": SECRET, "NAME": "classifier", "ALIAS": "champion"}
+    )
     try:
         with mlflow_server(tmp_path / "server", environment=settings) as server:
             client = mlflow.MlflowClient(server.url, server.url)

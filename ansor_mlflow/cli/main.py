@@ -49,7 +49,7 @@ _FOR_S3 = {
 }
 """What S3 servers other than Amazon's need."""
 
-ENTRY_POINTS = ("main", "tune", "compile", "evaluate", "promote")
+ENTRY_POINTS = ("main", "tune", "compile", "evaluate", "promote", "sweep")
 """The commands that `mlflow run` starts, too."""
 
 

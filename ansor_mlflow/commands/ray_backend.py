@@ -38,7 +38,7 @@ from ansor_mlflow.parameters import PipelineOptions, load_options
 
 _log = logging.getLogger("ansor_mlflow")
 _CONFIG = {"address": "ray", "device": "", "node_minutes": 10.0}
-"""What a backend's configuration may say, as the parameters of `sweep` of these names; `address` is `on`."""
+"""What a backend's configuration may say, as the parameters of `sweep` and of its entries; `address` is `cluster`."""
 _LOOK_S = 5.0
 _MAX_OUTPUT_LINES = 20
 
@@ -98,6 +98,7 @@ class RayBackend(AbstractBackend):
         options = load_options(PipelineOptions, shared)
         entry = Entry(name=entry_point, options=options, weight=1.0, device=str(config["device"]))
         nodes = RayNodes(str(config["address"]), [entry], run_command, directory=directory)
+        run_id = ""
         try:
             node = _node_for(entry, nodes, 60 * float(config["node_minutes"]))
             run = get_or_create_run(None, project_uri, experiment_id, directory, version, entry_point, params)
@@ -106,10 +107,13 @@ class RayBackend(AbstractBackend):
             command = get_entry_point_command(load_project(directory), entry_point, params, None)
             _log.info("%s on %s, run %s", entry_point, node.name, run_id)
             nodes.start(0, node, ProjectJob(name=entry_point, command=" && ".join(command), variables=variables))
-            ended = Ended()
             while not (found := nodes.wait(_LOOK_S)):
                 nodes.look()
             ((_, ended),) = found
+        except BaseException:
+            if run_id:
+                tracking.end_killed_run(run_id)
+            raise
         finally:
             nodes.close()
         _end(run_id, ended)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from ansor_mlflow.parameters.declaring import Auto, NonEmpty, Options, PositiveFloat, PositiveInt, Share, parameter
 from ansor_mlflow.parameters.model import Tolerance
 from ansor_mlflow.parameters.tuning import (
@@ -130,8 +132,8 @@ class SweepOptions(ReportOptions, RunOptions):
         dry_run: Check all entries and say what is to be done, without doing it.
         max_trials: Trials of all entries together, which go where they gain most; by default each gets its own.
         max_minutes: Minutes after which no more trials are measured; no limit by default.
-        on: Machines that run the pipelines: local, this one; ray, the nodes of the Ray cluster here or of RAY_ADDRESS;
-            or ray://host:port, those of another.
+        cluster: Machines that run the pipelines: local, this one; ray, the nodes of the Ray cluster here or of
+            RAY_ADDRESS; or ray://host:port, those of another.
         node_minutes: Minutes for which entries wait for a node of theirs, when nothing else is left.
         against: Run of an earlier sweep, whose entries are compared with those of the same names. All models are made
             and measured anew then.
@@ -145,7 +147,9 @@ class SweepOptions(ReportOptions, RunOptions):
     dry_run: bool = parameter(False, flag="--plan")
     max_trials: PositiveInt | None = None
     max_minutes: PositiveFloat | None = None
-    on: Annotated[str, parameter(rule="local, ray or ray://host:port", pattern=r"^(local|ray|ray://.+:\d+)$")] = "local"
+    cluster: Annotated[str, Field(pattern=r"^(local|ray|ray://.+:\d+)$")] = parameter(
+        "local", "local, ray or ray://host:port", flag="--on"
+    )
     node_minutes: Annotated[float, parameter(ge=0, allow_inf_nan=False)] = parameter(10.0, "a number, 0 or more")
     against: str = ""
     fail_if_slower: Annotated[Share, parameter(ge=0, allow_inf_nan=False)] | None = parameter(None, SLOWER_RULE)

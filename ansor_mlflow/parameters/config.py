@@ -138,9 +138,15 @@ def _entry_point(name: str, cls: type[Options]) -> Iterator[str]:
     yield f"  {name}:\n    parameters:\n"
     for parameter in names:
         yield f"      {parameter}: {_type_and_default(cls, parameter)}\n"
-    flags = " ".join(f"--{parameter.replace('_', '-')}\0{{{parameter}}}" for parameter in names)
+    flags = " ".join(f"{flag_of(cls, parameter)}\0{{{parameter}}}".lstrip("\0") for parameter in names)
     command = textwrap.fill(flags, 112, break_long_words=False, break_on_hyphens=False).replace("\0", " ")
     yield f"    command: >-\n      python -m pipelines.{name}\n{textwrap.indent(command, ' ' * 6)}\n"
+
+
+def flag_of(cls: type[Options], parameter: str) -> str:
+    """The flag of a parameter on the command line; empty where it has none, as it is the command's argument."""
+    extra = declared(cls, parameter) if parameter in cls.model_fields else {"metavar": "", "flag": ""}
+    return "" if extra["metavar"] else extra["flag"] or f"--{parameter.replace('_', '-')}"
 
 
 def _type_and_default(cls: type[Options], parameter: str) -> str:
@@ -153,9 +159,9 @@ def _type_and_default(cls: type[Options], parameter: str) -> str:
 _REFERENCE = """# Parameters
 
 Made by `ansor-mlflow parameters`. A parameter is `-P num_threads=2` of `mlflow run`, `--num-threads 2` of a command,
-`num_threads=2` from Python. The flag of `json_file` is `--json`, that of the `dry_run` of a sweep `--plan`; `source`,
-`sources`, `sweep`, the two `runs` of `diff` and the `network` of `bisect` have no flag; `repair` is a flag without a
-value.
+`num_threads=2` from Python. The flag of `json_file` is `--json`, those of a sweep's `dry_run` and `cluster` are
+`--plan` and `--on`; `source`, `sources`, `sweep`, the two `runs` of `diff` and the `network` of `bisect` have no flag;
+`repair` is a flag without a value.
 
 A parameter with a key such as `measure.repeat` is one for experts, which `--help` does not list. Give it as
 `--set measure.repeat=3` (`-P set=measure.repeat=3,search.strategy=random`), or in a configuration file as

@@ -1,7 +1,7 @@
 """Deploys what is promoted: a receiver of MLflow's webhook `model_version_alias.created`.
 
 MlflowClient().create_webhook("deploy", "https://deploy.example.com/", ["model_version_alias.created"], secret=…)
-SECRET=… ALIAS=champion python deploy.py 8443 -- kubectl rollout restart deployment/classifier
+SECRET=… NAME=classifier ALIAS=champion python deploy.py 8443 -- kubectl rollout restart deployment/classifier
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Receiver(BaseHTTPRequestHandler):
     """Takes what MLflow has signed."""
 
     def do_POST(self) -> None:
-        body = self.rfile.read(min(int(self.headers.get("Content-Length", 0)), MAX_BYTES))
+        body = self.rfile.read(max(0, min(int(self.headers.get("Content-Length", 0)), MAX_BYTES)))
         stamp = self.headers.get("X-MLflow-Timestamp", "0")
         signed = f"{self.headers.get('X-MLflow-Delivery-Id')}.{stamp}.".encode() + body
         digest = hmac.new(os.environ["SECRET"].encode(), signed, hashlib.sha256).digest()
@@ -35,7 +35,7 @@ class Receiver(BaseHTTPRequestHandler):
         model = json.loads(body)["data"]
         self.send_response(204)
         self.end_headers()
-        if model["alias"] == os.environ["ALIAS"]:
+        if (model["name"], model["alias"]) == (os.environ["NAME"], os.environ["ALIAS"]):
             subprocess.run(
                 sys.argv[3:], env={**os.environ, "MODEL": f"models:/{model['name']}/{model['version']}"}, check=False
             )

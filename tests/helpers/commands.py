@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ansor_mlflow.parameters import Options, TuneOptions
+from ansor_mlflow.parameters import Options, SweepOptions, TuneOptions
 from ansor_mlflow.parameters.model import CompileOptions, EvaluateOptions, PipelineOptions, PromoteOptions
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +24,7 @@ ENTRY_POINTS: dict[str, type[Options]] = {
     "compile": CompileOptions,
     "evaluate": EvaluateOptions,
     "promote": PromoteOptions,
+    "sweep": SweepOptions,
 }
 FAST = {"strategy": "random", "search_threads": "1", "min_repeat_ms": "1", "number": "1"}
 """Parameters with which the tuning of a small network is soon over."""

@@ -100,8 +100,7 @@ def pipelines_of(sweep_run: str) -> dict[str, str]:
         found = mlflow.get_run(sweep_run)
         if found.data.tags.get(names.TAG_STEP) != "sweep":
             raise UserInputError(f"against={sweep_run}: it is not the run of a sweep; give the ID of one")
-        runs = _below(found, f"tags.`{names.TAG_STEP}` = 'main' and attributes.status = 'FINISHED'")
-    return {str(run.info.run_name): str(run.info.run_id) for run in runs}
+        return read_artifact(sweep_run, names.SWEEP_FILE, dict[str, str])
 
 
 def measured_of(pipeline: str) -> Measured:

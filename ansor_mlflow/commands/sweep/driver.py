@@ -11,12 +11,14 @@ import logging
 import math
 import os
 import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import mlflow
 from mlflow.entities import Run
@@ -30,7 +32,7 @@ from ansor_mlflow.commands.sweep.plans import EntryPlan, SweepPlan, plan_entries
 from ansor_mlflow.commands.sweep.results import EntryResult, SweepResult
 from ansor_mlflow.commands.sweep.schedule import Allowance, next_pipeline, rank
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, only_warn
-from ansor_mlflow.files import sha256_of_file, write_text
+from ansor_mlflow.files import write_text
 from ansor_mlflow.foreign import Image
 from ansor_mlflow.networks import external_files
 from ansor_mlflow.parameters import PipelineOptions, SweepOptions, is_uri, load_options
@@ -40,17 +42,19 @@ _MAX_TRIES = 3
 """Times that a pipeline is run whose error is of the machine: a server that was away may be back."""
 _MAX_LOSSES = 3
 """Nodes that an entry may lose: a network may be what ends them."""
-_TELL_S = 10.0
-"""Seconds after which MLflow is told again how the sweep stands: its page takes a second."""
+_TELL_S = 30.0
+"""Seconds after which MLflow is told again how the sweep stands."""
 _LOOK_S = 5.0
 """Seconds after which is looked for nodes that came."""
 _MAX_OUTAGE_S = 600.0
 """Seconds that the tracking server may be away."""
+_SEEN_S = 30.0
+_MAX_UNSEEN_S = 300.0
+"""Seconds after which a driver that said nothing is no more, which its host may be."""
 _MAX_EARLIER = 100
 """Runs of a sweep's name that are looked at."""
 _FILES_DIR = "files"
-"""Folder of the run's artifacts with networks and data that nodes fetch."""
-_DIGEST_CHARS = 16
+"""Folder of the run's artifacts with networks and data that nodes fetch, by the digests of entries."""
 
 
 def _nobody(_: object) -> None:
@@ -58,6 +62,7 @@ def _nobody(_: object) -> None:
 
 
 Found = SweepPlan | SweepResult
+Out = TypeVar("Out")
 
 
 def run_sweep(
@@ -92,9 +97,10 @@ def run_sweep(
             tags[names.TAG_SWEEP_DRIVER] = f"{socket.gethostname()} {os.getpid()}"
             run.log_tags({name: text for name, text in tags.items() if text})
             driver = Driver(declaration, plans, options, run, nodes, watch)
-            driver.look_up()
-            driver.run()
-            result = driver.compared(before)
+            with _seen(run.run_id):
+                driver.look_up()
+                driver.run()
+                result = driver.compared(before)
             _write(result, options)
             tell(result)
             result.require_done()
@@ -112,11 +118,11 @@ def _write(result: SweepResult, options: SweepOptions) -> None:
 
 
 def _nodes_of(options: SweepOptions, entries: Sequence[Entry]) -> Nodes:
-    if options.on == "local":
+    if options.cluster == "local":
         return ThisMachine()
     from ansor_mlflow.commands.sweep.ray_nodes import RayNodes  # Ray is an extra
 
-    return RayNodes(options.on, entries)
+    return RayNodes(options.cluster, entries)
 
 
 def _planned(entries: Sequence[Entry], nodes: Nodes) -> list[EntryPlan]:
@@ -130,6 +136,10 @@ def _planned(entries: Sequence[Entry], nodes: Nodes) -> list[EntryPlan]:
             found[number] = EntryPlan(error=str(err), waits=isinstance(err, MachineError))
     plans = plan_entries([(entry, device) for _, entry, device in known])
     found |= {number: plan for (number, _, _), plan in zip(known, plans, strict=True)}
+    first: dict[str, str] = {}
+    for number, entry in enumerate(entries):
+        if (digest := found[number].digest) and first.setdefault(digest, entry.name) != entry.name:
+            found[number] = EntryPlan(error=f"it is the same as {first[digest]}; leave one out")
     return [found[number] for number in range(len(entries))]
 
 
@@ -154,7 +164,9 @@ def _earlier_run(declaration: Declaration, options: SweepOptions) -> str:
         return ""  # it is compared anew
     host, _, pid = found.data.tags.get(names.TAG_SWEEP_DRIVER, "").partition(" ")
     is_here = host == socket.gethostname()
-    if found.info.status == "RUNNING" and (not is_here or _is_alive(int(pid))):
+    seen_s = float(found.data.tags.get(names.TAG_SWEEP_SEEN, 0))
+    is_there = time.time() - seen_s < _MAX_UNSEEN_S and (not is_here or _is_alive(int(pid)))
+    if found.info.status == "RUNNING" and is_there:
         raise UserInputError(
             f"sweep={declaration.name}: process {pid} on {host} runs it already, see run {found.info.run_id}; wait for "
             "it, or give the sweep another name"
@@ -174,6 +186,28 @@ class _Started:
     started_s: float
     num_trials: int
     """Trials that it may measure."""
+
+
+@contextlib.contextmanager
+def _seen(run_id: str) -> Iterator[None]:
+    """Says in a run, again and again, that this process is there: else another host may take the sweep over."""
+    is_over = threading.Event()
+
+    def say() -> None:
+        client = mlflow.MlflowClient()
+        while True:
+            with contextlib.suppress(Exception):  # the server may be away; it is told the next time
+                client.set_tag(run_id, names.TAG_SWEEP_SEEN, str(int(time.time())))
+            if is_over.wait(_SEEN_S):
+                return
+
+    thread = threading.Thread(target=say, name="sweep-seen", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 class Driver:
@@ -203,6 +237,8 @@ class Driver:
         self._failures = Counter[str]()
         """Pipelines that failed on a node since one ended well there."""
         self._losses = Counter[int]()
+        self._files: set[str] = set()
+        """Artifacts that nodes fetch, and that this process has uploaded."""
         with tracking.translated_errors("read the run of the sweep"):
             self._experiment_id = mlflow.get_run(run.run_id).info.experiment_id
 
@@ -219,11 +255,13 @@ class Driver:
         for number, entry in enumerate(self._entries):
             if entry.run_id and (earlier := before.get(entry.entry.name)):
                 try:
-                    change = compare(measured_of(entry.run_id), measured_of(earlier))
+                    change = compare(
+                        *(_until_answered(partial(measured_of, run_id)) for run_id in (entry.run_id, earlier))
+                    )
                 except AnsorMlflowError as err:
                     change = Change(reason=str(err))
                 self._entries[number] = replace(entry, change=change)
-        _until_answered(self._tell)
+        _until_answered(partial(self._tell, is_over=True))
         return self.result()
 
     def look_up(self) -> None:
@@ -256,12 +294,12 @@ class Driver:
 
     def _end_killed_runs(self, digest: str) -> None:
         """Marks runs of an entry KILLED that run no more: those below the run of this sweep, which has one driver."""
-        running = f"attributes.status = 'RUNNING' and tags.`{names.TAG_SWEEP_ENTRY}` = '{digest}'"
         above = {self._run.run_id}
-        for found in self._search(running):  # a run is older than those below it
+        for found in self._search(f"tags.`{names.TAG_SWEEP_ENTRY}` = '{digest}'"):  # a run is older than those below it
             if found.data.tags.get("mlflow.parentRunId") in above:
                 above.add(found.info.run_id)
-                tracking.end_killed_run(found.info.run_id)
+                if found.info.status == "RUNNING":
+                    tracking.end_killed_run(found.info.run_id)
 
     def run(self) -> None:
         """Runs pipelines until none is left, or those that are left have no node."""
@@ -295,7 +333,7 @@ class Driver:
             for number, plan in zip(waiting, plans, strict=True):
                 self._entries[number] = replace(self._entries[number], plan=plan, error=plan.error)
                 if plan.digest:
-                    self._look_up(number)
+                    _until_answered(partial(self._look_up, number))
         wanted = [*self._pipelines(), *self._started, *self._waiting()]
         self._nodes.request([(self._entries[each].entry, self._entries[each].plan.device) for each in wanted])
 
@@ -363,10 +401,13 @@ class Driver:
         texts = [f"{key}={text}" for key, text in given.items() if key != "resume_run"]
         _log.info("%s%s: %s", entry.entry.name, f" on {node.name}" if node.name else "", ", ".join(texts))
         own = {"parent_run": self._run.run_id, "run_name": entry.entry.name}
-        options = load_options(PipelineOptions, {**entry.entry.options.changed(), **given, **own})
+        changed = entry.entry.options.changed()
         try:
+            if "resume_run" in given:  # which has a copy; the network may be elsewhere now
+                changed = {key: text for key, text in changed.items() if key != "network"}
             if node.name:
-                options = self._with_files(options)
+                changed = _until_answered(partial(self._with_files, changed, entry.plan.digest))
+            options = load_options(PipelineOptions, {**changed, **given, **own})
             job = SweepJob(
                 name=entry.entry.name,
                 options=options,
@@ -382,32 +423,29 @@ class Driver:
         self._entries[number] = replace(entry, node=node.name or "this machine")
         self._watch(self.result())
 
-    def _with_files(self, options: PipelineOptions) -> PipelineOptions:
-        """The parameters with files of this host as artifacts of the sweep's run."""
-        changed = dict(options.changed())
-        for key, text in (("network", options.network), ("data", options.data)):
-            path = Path(text)
-            if text and not is_uri(text) and path.exists():
-                changed[key] = f"runs:/{self._run.run_id}/{self._uploaded(path, is_network=key == 'network')}"
-        return load_options(PipelineOptions, changed)
+    def _with_files(self, changed: Mapping[str, str], digest: str) -> dict[str, str]:
+        """Parameters with files of this host as artifacts of the sweep's run."""
+        shared = dict(changed)
+        for key in ("network", "data"):
+            text = changed.get(key, "")
+            if text and not is_uri(text) and Path(text).exists():
+                shared[key] = f"runs:/{self._run.run_id}/{self._uploaded(Path(text), f'{_FILES_DIR}/{digest}/{key}')}"
+        return shared
 
-    def _uploaded(self, path: Path, *, is_network: bool) -> str:
+    def _uploaded(self, path: Path, folder: str) -> str:
         """The artifact path of a file or a directory, with the files of its weights."""
-        key = path.name if path.is_dir() else sha256_of_file(path)[:_DIGEST_CHARS]
-        folder = f"{_FILES_DIR}/{key}"
-        with tracking.translated_errors(f"upload {path.name}"):
-            there = {file.path for file in mlflow.MlflowClient().list_artifacts(self._run.run_id, folder)}
-        if f"{folder}/{path.name}" not in there:
+        address = f"{folder}/{path.name}"
+        if address not in self._files:
             _log.info("uploading %s for the nodes", path.name)
             if path.is_dir():
-                self._run.log_artifacts(path, f"{folder}/{path.name}")
+                self._run.log_artifacts(path, address)
             else:
-                others = external_files(path, path.name) if is_network and path.suffix == ".onnx" else []
+                others = external_files(path, path.name) if path.suffix == ".onnx" else []
                 for other in others:
-                    place = str(Path(folder, other).parent)
-                    self._run.log_artifacts(path.parent / other, place)
+                    self._run.log_artifacts(path.parent / other, str(Path(folder, other).parent))
                 self._run.log_artifacts(path, folder)
-        return f"{folder}/{path.name}"
+            self._files.add(address)
+        return address
 
     def _take(self, number: int, ended: Ended) -> None:
         """Takes note of how a pipeline ended."""
@@ -434,7 +472,7 @@ class Driver:
             self._losses[number] = self._losses.get(number, 0) + 1
             is_over = self._losses[number] >= _MAX_LOSSES
         else:
-            self._failures[node.id] += 1
+            self._failures[node.id] += ended.may_be_repeated
             tried = self._failed_on.setdefault(number, [])
             tried.append(node.id)
             is_over = not ended.may_be_repeated or len(tried) >= _MAX_TRIES
@@ -456,12 +494,13 @@ class Driver:
         with only_warn("MLflow cannot be told how the sweep stands"):
             self._tell()
 
-    def _tell(self) -> None:
+    def _tell(self, *, is_over: bool = False) -> None:
         result = self.result()
         report = result.report()
         self._run.log_metrics(result.metrics)
         self._run.log_note(result.note())
-        if speedups := result.speedups:
+        self._run.log_json(result.pipelines(), names.SWEEP_FILE)
+        if is_over and (speedups := result.speedups):  # to draw takes a second, in which a node may wait
             chart = self._run.directory / names.SWEEP_CHART
             tracking.save_figure(tracking.draw_speedups(f"Sweep {result.name}", speedups), chart)
             self._run.log_artifacts(chart)
@@ -470,13 +509,12 @@ class Driver:
         self._run.log_text(tracking.html_page(report), names.SWEEP_REPORT_FILE)
 
 
-def _until_answered(function: Callable[[], None]) -> None:
+def _until_answered(function: Callable[[], Out]) -> Out:
     """Calls a function again while the tracking server is away."""
-    for attempt in Retrying(
+    retrying = Retrying(
         retry=retry_if_exception_type(MachineError),
         wait=wait_fixed(_LOOK_S),
         stop=stop_after_delay(_MAX_OUTAGE_S),
         reraise=True,
-    ):
-        with attempt:
-            function()
+    )
+    return retrying(function)

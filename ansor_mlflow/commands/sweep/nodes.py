@@ -179,6 +179,7 @@ def _run(job: SweepJob) -> str:
     """The process: returns the ID of the run."""
     if job.on_node:
         os.chdir(_node_directory())
+    os.environ.pop("MLFLOW_RUN_ID", None)  # of the sweep itself, where `mlflow run` made it
     os.environ[_CONTEXT] = json.dumps(dict(job.tags))
     mlflow.set_tracking_uri(job.store)
     if not is_uri(job.options.data):

@@ -6,8 +6,10 @@ Nothing is searched, built or measured over the network; models and records go f
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import platform
+import signal
 import socket
 import threading
 import time
@@ -21,7 +23,7 @@ from mlflow import MlflowClient
 from ansor_mlflow.commands.sweep.declaration import Entry
 from ansor_mlflow.commands.sweep.nodes import Ended, Node, device_key, run_in_process, tracking_store
 from ansor_mlflow.device import Device, DeviceFingerprint
-from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line
+from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line, only_warn
 
 Out = TypeVar("Out")
 _log = logging.getLogger("ansor_mlflow")
@@ -32,7 +34,7 @@ _MAX_SILENCE_S = 30.0
 """Seconds after which the cluster's head is given up; Ray itself ends the whole process after 60."""
 _POLL_S = 0.2
 _FREE_CPU = 0.001
-"""What a question takes of a node: it is asked beside a pipeline, but not where there are no CPUs, as on many heads."""
+"""What a question takes of a node: one that runs another driver's pipeline answers when that has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,7 @@ class RayNodes:
         except ImportError as err:
             raise MachineError(f"on={address}: Ray is not installed; pip install 'ansor_mlflow[ray]'") from err
         self._ray, self._pipeline = ray, pipeline
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(
                 address="auto" if address == "ray" else address,
@@ -91,6 +94,8 @@ class RayNodes:
                 f"on={address}: {one_line(err)}; start a cluster with `ray start --head`, or give the address of one "
                 "with the same Python and Ray"
             ) from err
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own ends the process without a word
         # It prints pages about raylets that end, to standard output, where the result goes.
         ray._private.worker._worker_logs_enabled = False
         self._question = _Question(
@@ -100,6 +105,8 @@ class RayNodes:
         self._asked: dict[Any, dict[str, Any]] = {}  # nodes that have not answered, by the reference of the answer
         self._seen: set[str] = set()
         self._running: dict[Any, tuple[int, Node]] = {}
+        self._requested: tuple[list[dict[str, float]], list[dict[str, str]]] = [], []
+        self._is_closed = False
         deadline_s = time.monotonic() + _FIRST_LOOK_S
         while (self.look() or True) and self._asked and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
@@ -174,16 +181,21 @@ class RayNodes:
         return node.has(entry.device) and made_for is not None and made_for.name == device
 
     def request(self, entries: Sequence[tuple[Entry, str]]) -> None:
-        from ray.autoscaler.sdk import request_resources
-
         bundles = [self._bundle(entry, device) for entry, device in entries]
-        self._answer_of_head(lambda: request_resources(bundles=bundles))
+        labels = [dict([entry.device.split("=", 1)]) if "=" in entry.device else {} for entry, _ in entries]
+        if (bundles, labels) != self._requested:
+            self._requested = bundles, labels
+            with only_warn("the autoscaler cannot be asked"):
+                # A task, as a client of a cluster has no way to its autoscaler.
+                asked = self._ray.remote(_request).options(num_cpus=0).remote(bundles, labels)
+                self._ray.get(asked, timeout=_MAX_SILENCE_S)
 
     def _bundle(self, entry: Entry, device: str) -> dict[str, float]:
-        """All CPUs of a node such as those that the entry may run on, and its custom resource."""
-        cpus = [node.resources["CPU"] for node in self._known.values() if self.suits(node, entry, device)]
+        """All CPUs and GPUs of a node such as those that the entry may run on, and its custom resource."""
+        like = [node.resources for node in self._known.values() if self.suits(node, entry, device)]
         custom = {entry.device: 1} if entry.device and "=" not in entry.device else {}
-        return {"CPU": max(cpus, default=1), **custom}
+        most = {name: max((each.get(name, 0) for each in like), default=0) for name in ("CPU", "GPU")}
+        return {"CPU": most["CPU"] or 1, **({"GPU": most["GPU"]} if most["GPU"] else {}), **custom}
 
     def start(self, number: int, node: Node, job: Any) -> None:
         cpus, gpus = node.resources["CPU"], node.resources.get("GPU", 0)
@@ -214,9 +226,15 @@ class RayNodes:
             return number, Ended(error=f"node {node.name} was lost ({one_line(err, 150)})", is_lost=True)
 
     def close(self) -> None:
-        for reference in self._running:
-            self._ray.cancel(reference, force=True)
-        self._ray.shutdown()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with only_warn("the cluster cannot be left in order"):
+            if self._requested != ([], []):
+                self.request([])
+            for reference in self._running:
+                self._ray.cancel(reference, force=True)
+            self._ray.shutdown()
 
     def _answer_of_head(self, call: Callable[[], Out]) -> Out:
         """What the head of the cluster answers; a `MachineError` where it says nothing, for which Ray has no limit."""
@@ -234,6 +252,7 @@ class RayNodes:
         thread.join(_MAX_SILENCE_S)
         if not answers:
             atexit.unregister(self._ray.shutdown)  # which would wait for it
+            self._is_closed = True
             said = f" ({one_line(errors[0], 150)})" if errors else ""
             raise MachineError(
                 f"the head of the Ray cluster does not answer{said}; the same command goes on when it is back"
@@ -243,6 +262,13 @@ class RayNodes:
 
 def _versions() -> dict[str, str]:
     return {"Python": ".".join(platform.python_version_tuple()[:2]), **{name: version(name) for name in _PACKAGES}}
+
+
+def _request(bundles: list[dict[str, float]], labels: list[dict[str, str]]) -> None:
+    """The task that asks the autoscaler for nodes; what it was asked for stays until it is asked for less."""
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=bundles, bundle_label_selectors=labels)
 
 
 # -- on a node ---------------------------------------------------------------------------------------------------------

@@ -34,7 +34,11 @@ class EntryResult:
     run_id: str = ""
     """ID of the last pipeline that ended well; empty where none has."""
     tune_run: str = ""
-    """ID of the tuning that goes on; empty where none has measured a trial."""
+    """ID of the tuning that goes on; empty where none has begun."""
+    model_tuning: str = ""
+    """ID of the tuning that the model is of."""
+    num_asked: int = 0
+    """Trials that the last pipeline was given."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     unreliable: str = ""
     error: str = ""
@@ -46,6 +50,8 @@ class EntryResult:
     num_known: int = 0
     """Tasks of which the tuning knew earlier records."""
     stop_reason: str = ""
+    tuned_minutes: float = 0.0
+    """Minutes that its tuning has taken."""
     node: str = ""
     """Node that it runs on now; empty where it runs on none."""
     change: Change | None = None
@@ -56,9 +62,20 @@ class EntryResult:
         return round(self.metrics.get(names.TRIALS_MEASURED, 0))
 
     @property
+    def num_begun(self) -> int:
+        """Trials that were measured, or that earlier records made needless within those that were asked for."""
+        spent = self.num_asked if self.stop_reason == StopReason.TRIALS else 0
+        return max(self.num_trials, self.num_measured, spent)
+
+    @property
     def num_left(self) -> int:
-        """Trials that its model is to get yet."""
-        return max(0, self.plan.num_trials - self.num_trials) if self.stop_reason in _BUDGETS else 0
+        """Trials that its tuning is to get yet."""
+        return max(0, self.plan.num_trials - self.num_begun) if self.stop_reason in _BUDGETS else 0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the model is not of all that was tuned: a part was ended before there was one."""
+        return bool(self.tune_run) and (self.tune_run != self.model_tuning or self.num_measured > self.num_trials)
 
     @property
     def num_spared(self) -> int:
@@ -78,6 +95,8 @@ class EntryResult:
         made = replace(
             self,
             run_id=str(found.info.run_id),
+            model_tuning=found.data.tags.get(names.TAG_TUNE_RUN, ""),
+            num_asked=int(asked) if (asked := found.data.params.get("trials", "")).isdecimal() else 0,
             metrics=metrics,
             unreliable=found.data.tags.get(names.TAG_UNRELIABLE, ""),
             error="",
@@ -92,13 +111,17 @@ class EntryResult:
         metrics, tags = found.data.metrics, found.data.tags
         num_measured = round(metrics.get(names.TRIALS_MEASURED, 0))
         num_known = round(metrics.get(names.WARM_START_TASKS, 0))
-        if num_measured + num_known == 0 or num_measured < self.num_measured:
+        # One without trials takes whatever is known for enough; what runs is that of another sweep.
+        is_none = found.data.params.get("trials") == "0" or found.info.status == "RUNNING"
+        if is_none or num_measured + num_known == 0 or num_measured < self.num_measured:
             return self
+        per_minute = metrics.get(names.TRIALS_PER_MINUTE, 0.0)
         return replace(
             self,
             tune_run=str(found.info.run_id),
             num_measured=num_measured,
             num_known=num_known,
+            tuned_minutes=num_measured / per_minute if per_minute else 0.0,
             stop_reason=tags.get(names.TAG_STOP_REASON, ""),
         )
 
@@ -208,8 +231,16 @@ class SweepResult(Reported):
         suite.set("failures", str(len(suite.findall("testcase/failure"))))
         return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
 
+    def pipelines(self) -> dict[str, str]:
+        """IDs of the last pipelines that ended well, by the names of the entries."""
+        return {entry.entry.name: entry.run_id for entry in self.entries if entry.run_id}
+
     def require_not_slower(self, limit: float) -> None:
         """Raises a `SlowerError` where a model is slower than in the earlier sweep by more than a share."""
+        changes = [entry.change for entry in self.entries if entry.change]
+        if not any(change.ratio for change in changes):
+            reason = changes[0].reason if changes else "the earlier sweep has no entry of these names"
+            raise SlowerError(f"sweep={self.name}: nothing was compared: {reason}")
         slower = [entry for entry in self.entries if entry.change and entry.change.is_slower(limit)]
         if slower:
             raise SlowerError(

@@ -12,6 +12,8 @@ _NUM_PARTS = 4
 _SHORT_MINUTES = 1.0
 """Minutes of trials up to which an entry gets no model without them first, as that takes no less."""
 
+_NO_LIMIT_MINUTES = 7 * 24 * 60
+
 
 @dataclass(frozen=True, kw_only=True)
 class Allowance:
@@ -37,20 +39,22 @@ def next_pipeline(entry: EntryResult, left: Allowance) -> dict[str, str] | None:
     given = {"trials": str(num_trials)}
     if entry.tune_run:
         given["resume_run"] = entry.tune_run
-    if math.isfinite(left.minutes):
-        given["max_minutes"] = f"{min(left.minutes, entry.entry.options.max_minutes or math.inf):.3g}"
+    own = entry.entry.options.max_minutes
+    if math.isfinite(left.minutes):  # the tuner counts those that it has had
+        given["max_minutes"] = f"{min(left.minutes + entry.tuned_minutes, own or math.inf):.3g}"
+    elif entry.tune_run:  # which keeps its limit otherwise
+        given["max_minutes"] = f"{own or _NO_LIMIT_MINUTES:.5g}"
     return given
 
 
 def _next_trials(entry: EntryResult, left: Allowance) -> int | None:
     """Trials that the tuning of an entry is to have after its next part; None where there is no such part."""
-    is_behind = entry.num_measured > entry.num_trials  # a part was ended, and a model of its trials is to be made
-    if not entry.num_left or left.minutes <= 0 or (left.trials <= 0 and not is_behind):
-        return None
+    may_measure = entry.num_left and left.minutes > 0 and left.trials > 0
+    if not may_measure:
+        return max(entry.num_begun, len(entry.plan.workloads)) if entry.is_behind else None
     part = math.ceil(entry.plan.num_trials / _NUM_PARTS) if left.is_limited else entry.num_left
     part = min(entry.num_left, max(part, len(entry.plan.workloads)))
-    begun = max(entry.num_trials, entry.num_measured)
-    num_trials = min(entry.plan.num_trials, begun + int(min(max(0, left.trials), part)))
+    num_trials = entry.num_begun + int(min(left.trials, part))
     return num_trials if num_trials >= len(entry.plan.workloads) else None  # each task needs one
 
 
