@@ -363,10 +363,9 @@ class Driver:
     def _start_all(self) -> None:
         """Gives each free node the entry that is next for it."""
         busy = {job.node.id for job in self._started.values()}
-        for node in self._nodes.known:
-            if node.id in busy:
-                continue
-            pipelines = self._pipelines()
+        free = [node for node in self._nodes.known if node.id not in busy]
+        pipelines = self._pipelines() if free else {}
+        for node in free:
             left = self._left()
             tuned = [self._entries[number].plan for number, job in self._started.items() if job.num_trials]
             suited = [number for number in pipelines if self._suits(node, number)]
@@ -374,7 +373,9 @@ class Driver:
                 number = max(
                     suited, key=lambda each: rank(self._entries[each], left, is_shared=self._shares(each, tuned))
                 )
-                self._start(number, node, pipelines[number])
+                self._start(number, node, pipelines.pop(number))
+                if math.isfinite(left.trials):  # there are fewer for the next
+                    pipelines = self._pipelines()
 
     def _shares(self, number: int, tuned: Sequence[EntryPlan]) -> bool:
         """Whether an entry has tasks that are being tuned."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import platform
 import signal
 import socket
@@ -32,6 +33,8 @@ _FIRST_LOOK_S = 60.0
 """Seconds in which the nodes that are there say what they are."""
 _MAX_SILENCE_S = 30.0
 """Seconds after which the cluster's head is given up; Ray itself ends the whole process after 60."""
+_REQUEST_S = 60.0
+"""Seconds after which the autoscaler is asked again: a task for it takes a worker."""
 _POLL_S = 0.2
 _FREE_CPU = 0.001
 """What a question takes of a node: one that runs another driver's pipeline answers when that has ended."""
@@ -106,6 +109,7 @@ class RayNodes:
         self._seen: set[str] = set()
         self._running: dict[Any, tuple[int, Node]] = {}
         self._requested: tuple[list[dict[str, float]], list[dict[str, str]]] = [], []
+        self._requested_s = -math.inf
         self._is_closed = False
         deadline_s = time.monotonic() + _FIRST_LOOK_S
         while (self.look() or True) and self._asked and time.monotonic() < deadline_s:
@@ -183,12 +187,14 @@ class RayNodes:
     def request(self, entries: Sequence[tuple[Entry, str]]) -> None:
         bundles = [self._bundle(entry, device) for entry, device in entries]
         labels = [dict([entry.device.split("=", 1)]) if "=" in entry.device else {} for entry, _ in entries]
-        if (bundles, labels) != self._requested:
-            self._requested = bundles, labels
-            with only_warn("the autoscaler cannot be asked"):
-                # A task, as a client of a cluster has no way to its autoscaler.
-                asked = self._ray.remote(_request).options(num_cpus=0).remote(bundles, labels)
-                self._ray.get(asked, timeout=_MAX_SILENCE_S)
+        if (bundles, labels) != self._requested and time.monotonic() - self._requested_s > _REQUEST_S:
+            self._requested, self._requested_s = (bundles, labels), time.monotonic()
+            self._ask(bundles, labels)
+
+    def _ask(self, bundles: list[dict[str, float]], labels: list[dict[str, str]]) -> Any:
+        """Asks the autoscaler, in a task: a client of a cluster has no way to it. Returns the task's reference."""
+        with only_warn("the autoscaler cannot be asked"):
+            return self._ray.remote(_request).options(num_cpus=0).remote(bundles, labels)
 
     def _bundle(self, entry: Entry, device: str) -> dict[str, float]:
         """All CPUs and GPUs of a node such as those that the entry may run on, and its custom resource."""
@@ -231,7 +237,7 @@ class RayNodes:
         self._is_closed = True
         with only_warn("the cluster cannot be left in order"):
             if self._requested != ([], []):
-                self.request([])
+                self._ray.get(self._ask([], []), timeout=_MAX_SILENCE_S)
             for reference in self._running:
                 self._ray.cancel(reference, force=True)
             self._ray.shutdown()
