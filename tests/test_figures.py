@@ -19,7 +19,13 @@ from ansor_mlflow import names
 from ansor_mlflow.foreign import duration
 from ansor_mlflow.lowering import LoweredNetwork
 from ansor_mlflow.tracking import Message, MlflowObserver, Outbox, TuningHistory, draw_roofline, observer, save_figure
-from ansor_mlflow.tracking.report.figures import draw_convergence, draw_failures, draw_gain, draw_task_share
+from ansor_mlflow.tracking.report.figures import (
+    draw_convergence,
+    draw_failures,
+    draw_gain,
+    draw_speedups,
+    draw_task_share,
+)
 from ansor_mlflow.trials import TrialStatus
 from ansor_mlflow.tuning import Roofline
 
@@ -191,6 +197,17 @@ def test_small_tasks_share_a_bar() -> None:
     assert sum(widths(trials)) == 960
     assert sum(widths(gains)) == pytest.approx(1e3 * (history.before_s - history.after_s))
     assert sum(widths(draw_failures(history).axes[0])) == 120
+
+
+def test_speedups_are_in_order_around_one() -> None:
+    figure = draw_speedups("Sweep all", {"slower": 0.8, "fastest": 3.5, "a_$network$": 1.2})
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["slower", r"a_\$network\$", "fastest"]
+    (points,) = (each for each in axes.collections if len(each.get_offsets()) == 3)
+    assert_allclose(points.get_offsets()[:, 0], [0.8, 1.2, 3.5])
+    assert axes.get_xscale() == "log"
+    many = draw_speedups("Sweep many", {str(number): 1 + number / 100 for number in range(500)})
+    assert not many.axes[0].get_yticklabels()
 
 
 @pytest.mark.parametrize("draw", ALL)

@@ -29,6 +29,19 @@ from ansor_mlflow.trials import (
     TuningRound,
 )
 
+SHOW_A_SWEEP = """
+from ansor_mlflow.cli.progress import sweep_table
+from ansor_mlflow.commands.sweep import SweepResult
+from ansor_mlflow.commands.sweep.declaration import Entry
+from ansor_mlflow.commands.sweep.plans import EntryPlan
+from ansor_mlflow.commands.sweep.results import EntryResult
+from ansor_mlflow.parameters import PipelineOptions
+
+with sweep_table() as watch:
+    entry = Entry(name="mlp", options=PipelineOptions(), weight=1.0)
+    result = EntryResult(entry=entry, plan=EntryPlan(), node="node-7")
+    watch(SweepResult(name="all", run_id="", experiment_id="", entries=(result,)))
+"""
 COUNT_OBSERVERS = """
 import threading
 from ansor_mlflow.cli.progress import progress_observers
@@ -240,3 +253,12 @@ def test_a_long_line_of_the_log_is_left_to_the_terminal() -> None:
     with _log_through(console_of(screen, width=40)):
         log.warning("tune run %s", address)
     assert screen.getvalue() == f"tune run {address}\n"
+
+
+def test_a_sweep_shows_its_entries_on_a_terminal_alone() -> None:
+    stdout, shown = run_on_terminal(SHOW_A_SWEEP)
+    assert stdout == ""
+    assert "0 of 1 entries have a model" in shown
+    assert "runs on node-7" in shown
+    result = subprocess.run([sys.executable, "-c", SHOW_A_SWEEP], capture_output=True, text=True, check=True)
+    assert result.stderr == ""
