@@ -114,8 +114,8 @@ def in_child_process(
                 raise error
             return result  # type: ignore[no-any-return]
         printed.seek(0)
-        lines = [_exit_text(done.returncode), *printed.read().decode(errors="replace").strip().splitlines()[-1:]]
-    raise MachineError(f"the process that {work} died ({': '.join(lines)}); {advice}")
+        last = (printed.read().decode(errors="replace").strip().splitlines() or [""])[-1]
+    raise MachineError(f"the process that {work} died ({last or _exit_text(done.returncode)}); {advice}")
 
 
 def _memory_file() -> IO[bytes]:

@@ -54,7 +54,7 @@ def test_a_crash_and_a_server_that_is_away_cost_no_model(tmp_path: Path, monkeyp
         assert len({each.info.run_name for each in finished}) == len(finished) == 2
         assert (parent.info.status, parent.data.metrics[names.SWEEP_DONE]) == ("FINISHED", 2)
         assert not [each for each in runs_of(experiment, "main") if each.info.status == "RUNNING"]
-    assert "died (SIGSEGV" in log.read_text()
+    assert "the process that tunes dense:16,64,64 died" in log.read_text()
 
 
 def wait_until(condition: object, driver: subprocess.Popen[bytes], log: Path) -> None:

@@ -30,6 +30,7 @@ from ansor_mlflow.parameters import (
     PipelineOptions,
     PlanOptions,
     PromoteOptions,
+    SweepOptions,
     TuneOptions,
     as_text,
     declared,
@@ -40,7 +41,11 @@ from ansor_mlflow.parameters import (
 from ansor_mlflow.parameters.config import GONE_PARAMETERS
 
 OPTION_CLASSES = list(ENTRY_POINTS.values())
-REQUIRED = {EvaluateOptions: {"model_uri": "models:/m/1"}, PromoteOptions: {"model": "m"}}
+REQUIRED = {
+    EvaluateOptions: {"model_uri": "models:/m/1"},
+    PromoteOptions: {"model": "m"},
+    SweepOptions: {"sweep": "s.yaml"},
+}
 
 
 def write_config(directory: Path, text: str) -> str:

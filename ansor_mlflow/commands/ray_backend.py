@@ -30,9 +30,7 @@ from mlflow.projects.utils import (
 )
 
 from ansor_mlflow import tracking
-from ansor_mlflow.commands.sweep.declaration import Entry
-from ansor_mlflow.commands.sweep.nodes import Ended, Node, tracking_store
-from ansor_mlflow.commands.sweep.ray_nodes import RayNodes
+from ansor_mlflow.commands.sweep import Ended, Entry, Node, RayNodes, tracking_store
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.parameters import PipelineOptions, load_options
 

@@ -29,6 +29,7 @@ from ansor_mlflow.commands.sweep.changes import Change, compare, measured_of, pi
 from ansor_mlflow.commands.sweep.declaration import Declaration, Entry, read_sweep
 from ansor_mlflow.commands.sweep.nodes import Ended, Node, Nodes, SweepJob, ThisMachine, tracking_store
 from ansor_mlflow.commands.sweep.plans import EntryPlan, SweepPlan, plan_entries
+from ansor_mlflow.commands.sweep.ray_nodes import RayNodes
 from ansor_mlflow.commands.sweep.results import EntryResult, SweepResult
 from ansor_mlflow.commands.sweep.schedule import Allowance, next_pipeline, rank
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, only_warn
@@ -120,8 +121,6 @@ def _write(result: SweepResult, options: SweepOptions) -> None:
 def _nodes_of(options: SweepOptions, entries: Sequence[Entry]) -> Nodes:
     if options.cluster == "local":
         return ThisMachine()
-    from ansor_mlflow.commands.sweep.ray_nodes import RayNodes  # Ray is an extra
-
     return RayNodes(options.cluster, entries)
 
 
