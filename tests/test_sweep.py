@@ -213,6 +213,7 @@ def test_a_sweep_whose_process_is_killed_goes_on(tmp_path: Path, new_experiment:
 
 
 @pytest.mark.system
+@pytest.mark.nightly
 @pytest.mark.timeout(500)
 def test_a_sweep_is_compared_with_an_earlier_one(tmp_path: Path, new_experiment: str) -> None:
     """All is measured anew; a model that is slower beyond the noise is a failure for JUnit, and the exit code."""

@@ -195,6 +195,7 @@ def assert_alone(log: str, pipelines: list[Run]) -> None:
             assert sum(start <= begin < end for start, end in times) <= 2
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_an_entry_point_runs_on_a_node_and_a_lost_head_is_one_line(tmp_path: Path, new_experiment: str) -> None:
     """`mlflow run -b ansor-ray` makes no environment; without its head a cluster is of no use."""
