@@ -70,7 +70,7 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[bytes], log
 
 
 def test_what_a_lost_node_tuned_goes_on_elsewhere(tmp_path: Path, new_experiment: str) -> None:
-    """From its records, with the trials that are left; a label that no node has is named, and the others go on."""
+    """The tuning has its trials from before; a label that no node has is named, and the others go on."""
     builder = GraphBuilder(seed=0)
     logits = builder.dense("logits", builder.input("data", (1, 64)), units=32, in_units=64)
     network = tmp_path / "small.onnx"

@@ -205,7 +205,7 @@ class Bench(ABC):
 
     @abstractmethod
     def turn(self, library: Library | None, of_each_size: Sequence[Arrays], measure_s: float) -> Turn:
-        """Times a library, or the model as its users load it."""
+        """Times a library, or the one of the model that this device takes."""
 
     @abstractmethod
     def time_first_calls(self, library: Library, of_each_size: Sequence[Arrays], limit_s: float) -> Latency:
