@@ -19,6 +19,7 @@ from typing import Any
 import mlflow
 import numpy as np
 import onnx
+import psutil
 import pytest
 from helpers.browser import MlflowPages, chromium
 from helpers.commands import ANSOR_MLFLOW, MLFLOW, ROOT, environment, run
@@ -121,8 +122,6 @@ def test_what_a_lost_node_tuned_goes_on_elsewhere(tmp_path: Path, new_experiment
 
 def is_busy(node: Any) -> bool:
     """Whether a pipeline runs below a raylet."""
-    import psutil
-
     processes = psutil.Process(node.all_processes["raylet"][0].process.pid).children(recursive=True)
     return any("ansor_mlflow.processes" in " ".join(each.cmdline()) for each in processes)
 
@@ -219,16 +218,19 @@ def test_an_entry_point_runs_on_a_node_and_a_lost_head_is_one_line(tmp_path: Pat
         assert "no node of the cluster has device=kind=absent" in done.stderr
         assert len(runs_of(new_experiment, "main")) == 1
 
-        log = tmp_path / "log"
-        with log.open("w") as output:
-            process = subprocess.Popen(args, cwd=tmp_path, env=env, stdout=output, stderr=output)
-        try:
-            wait_for(lambda: runs_of(new_experiment, "sweep"), process, log)
-            cluster.head_node.kill_gcs_server(check_alive=False)
-            assert process.wait(120) == 3, log.read_text()
-        finally:
-            process.kill()
-    errors = [line for line in log.read_text().splitlines() if line.startswith("Error: ")]
-    assert len(errors) == 1
-    assert errors[0].startswith("Error: the head of the Ray cluster does not answer")
-    assert runs_of(new_experiment, "sweep")[0].info.status == "FAILED"
+        head = psutil.Process(cluster.head_node.all_processes["gcs_server"][0].process.pid)
+        for make_silent in (head.suspend, head.kill):
+            log = tmp_path / "log"
+            with log.open("w") as output:
+                process = subprocess.Popen(args, cwd=tmp_path, env=env, stdout=output, stderr=output)
+            try:
+                wait_for(lambda log=log: "sweep run" in log.read_text(), process, log)
+                make_silent()
+                assert process.wait(120) == 3, log.read_text()
+            finally:
+                process.kill()
+                head.resume()
+            errors = [line for line in log.read_text().splitlines() if line.startswith("Error: ")]
+            assert len(errors) == 1
+            assert errors[0].startswith("Error: the head of the Ray cluster does not answer")
+            assert runs_of(new_experiment, "sweep")[0].info.status == "FAILED"

@@ -272,33 +272,47 @@ class Driver:
     def _look_up(self, number: int) -> None:
         digest = self._entries[number].plan.digest
         with tracking.translated_errors("search the runs of an entry"):
-            self._end_killed_runs(digest)
-            own = {self._run.run_id}
-            for found in self._search(f"tags.`{names.TAG_SWEEP_ENTRY}` = '{digest}'"):
-                if self._options.against and found.data.tags.get("mlflow.parentRunId") not in own:
-                    continue  # what is compared is measured anew
-                own.add(found.info.run_id)
-                step = found.data.tags.get(names.TAG_STEP)
-                if step == "tune":
-                    self._entries[number] = self._entries[number].with_tuning(found)
-                elif step == "main" and found.info.status == "FINISHED":
-                    self._entries[number] = self._entries[number].with_pipeline(found)
+            found = self._runs_of(digest)
+            if self._end_killed_runs(found):
+                found = self._runs_of(digest)
+        own = {self._run.run_id}
+        for run in found:
+            if self._options.against and run.data.tags.get("mlflow.parentRunId") not in own:
+                continue  # what is compared is measured anew
+            own.add(run.info.run_id)
+            step = run.data.tags.get(names.TAG_STEP)
+            if step == "tune":
+                self._entries[number] = self._entries[number].with_tuning(run)
+            elif step == "main" and run.info.status == "FINISHED":
+                self._entries[number] = self._entries[number].with_pipeline(run)
 
-    def _search(self, filter_string: str) -> list[Run]:
-        """Runs of the experiment, oldest first."""
-        order = ["attributes.start_time ASC"]
+    def _runs_of(self, digest: str) -> list[Run]:
+        """Runs of an entry in the experiment, oldest first: a run is older than those below it."""
         return list(
-            mlflow.search_runs([self._experiment_id], filter_string=filter_string, order_by=order, output_format="list")
+            mlflow.search_runs(
+                [self._experiment_id],
+                filter_string=f"tags.`{names.TAG_SWEEP_ENTRY}` = '{digest}'",
+                order_by=["attributes.start_time ASC"],
+                output_format="list",
+            )
         )
 
-    def _end_killed_runs(self, digest: str) -> None:
-        """Marks runs of an entry KILLED that run no more: those below the run of this sweep, which has one driver."""
+    def _end_killed_runs(self, runs: Sequence[Run]) -> int:
+        """Marks runs KILLED that run no more: those below the run of this sweep, which has one driver.
+
+        Returns:
+            How many it marked.
+        """
         above = {self._run.run_id}
-        for found in self._search(f"tags.`{names.TAG_SWEEP_ENTRY}` = '{digest}'"):  # a run is older than those below it
-            if found.data.tags.get("mlflow.parentRunId") in above:
-                above.add(found.info.run_id)
-                if found.info.status == "RUNNING":
-                    tracking.end_killed_run(found.info.run_id)
+        killed = []
+        for run in runs:
+            if run.data.tags.get("mlflow.parentRunId") in above:
+                above.add(run.info.run_id)
+                if run.info.status == "RUNNING":
+                    killed.append(run.info.run_id)
+        for run_id in killed:
+            tracking.end_killed_run(run_id)
+        return len(killed)
 
     def run(self) -> None:
         """Runs pipelines until none is left, or those that are left have no node."""
@@ -487,7 +501,7 @@ class Driver:
         self._nodes.close()
         for number in self._started:
             with only_warn("runs of the sweep cannot be ended"):
-                self._end_killed_runs(self._entries[number].plan.digest)
+                self._end_killed_runs(self._runs_of(self._entries[number].plan.digest))
 
     def show(self) -> None:
         """Tells MLflow how the sweep stands; where it cannot be told now, it is told the next time."""

@@ -9,9 +9,11 @@ import atexit
 import contextlib
 import logging
 import math
+import os
 import platform
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -101,6 +103,7 @@ class RayNodes:
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own ends the process without a word
         # It prints pages about raylets that end, to standard output, where the result goes.
         ray._private.worker._worker_logs_enabled = False
+        self._head = ray.get_runtime_context().gcs_address if address == "ray" else ""  # a client has no way to it
         self._question = _Question(
             devices=sorted({device_key(entry) for entry in entries}), store=tracking_store(), host=socket.gethostname()
         )
@@ -244,6 +247,8 @@ class RayNodes:
 
     def _answer_of_head(self, call: Callable[[], Out]) -> Out:
         """What the head of the cluster answers; a `MachineError` where it says nothing, for which Ray has no limit."""
+        if self._head and not _is_reachable(self._head):  # a call would go on for ever, and Ray with it
+            raise self._silent_head()
         answers: list[Out] = []
         errors: list[Exception] = []
 
@@ -256,14 +261,37 @@ class RayNodes:
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(_MAX_SILENCE_S)
+        if not (answers or errors):
+            atexit.unregister(self._ray.shutdown)  # it waits for the call
+            atexit.register(_end_process)
         if not answers:
-            atexit.unregister(self._ray.shutdown)  # which would wait for it
-            self._is_closed = True
-            said = f" ({one_line(errors[0], 150)})" if errors else ""
-            raise MachineError(
-                f"the head of the Ray cluster does not answer{said}; the same command goes on when it is back"
-            )
+            raise self._silent_head(f" ({one_line(errors[0], 150)})" if errors else "")
         return answers[0]
+
+    def _silent_head(self, said: str = "") -> MachineError:
+        """The error to raise; nothing is asked of the head any more."""
+        self._is_closed = True
+        return MachineError(
+            f"the head of the Ray cluster does not answer{said}; the same command goes on when it is back"
+        )
+
+
+def _end_process() -> None:
+    """Ends the process at once: Ray's libraries crash as they are unloaded while one of their threads waits."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(MachineError.exit_code)
+
+
+def _is_reachable(address: str) -> bool:
+    """Whether `host:port` takes connections, within the time that the head may be silent."""
+    host, _, port = address.rpartition(":")
+    deadline_s = time.monotonic() + _MAX_SILENCE_S
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), _MAX_SILENCE_S):
+            return True
+        time.sleep(1.0)
+    return False
 
 
 def _versions() -> dict[str, str]:
