@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ansor_mlflow.foreign import printable, printable_line
 
 _MAX_CHARS = 4000
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\):.*\n(?=\S)", re.DOTALL)
 
 
 def one_line(err: BaseException, limit: int = 300) -> str:
-    """An error's text on one line, shortened, and as it may be shown: servers and files repeat what they were given."""
-    return shortened(printable(" ".join(str(err).split()) or type(err).__name__), limit)
+    """An error's text on one line, shortened, and as it may be shown: servers and files repeat what they were given.
+
+    Of the tracebacks that some servers send the last line is left.
+    """
+    text = _TRACEBACK.sub("", str(err))
+    return shortened(printable(" ".join(text.split()) or type(err).__name__), limit)
 
 
 def shortened(text: str, limit: int) -> str:

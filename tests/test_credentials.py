@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import subprocess
+import threading
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -198,3 +200,30 @@ def test_nothing_that_is_printed_has_secrets_or_control_characters(
         assert not {"\x1b", "\x07", "\x9b", "\u202e", "\r"} & set(text)
         assert SECRET not in text
     assert "\n" not in texts[-1]
+
+
+def test_variables_may_go_while_secrets_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow's telemetry removes one of its own from its thread."""
+    is_over = threading.Event()
+
+    def come_and_go() -> None:
+        while not is_over.is_set():
+            os.environ["ANSOR_TEST_SESSION"] = "1"
+            os.environ.pop("ANSOR_TEST_SESSION")
+
+    monkeypatch.setenv("SOME_PASSWORD", "correct-horse")
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(2000):
+            assert "correct-horse" not in without_credentials("it is correct-horse")
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_a_traceback_in_an_errors_text_is_its_last_line() -> None:
+    text = (
+        "refused by the server:\nTraceback (most recent call last):\n  File 'a', line 1, in f\n    g()\n\nOSError: full"
+    )
+    assert one_line(RuntimeError(text)) == "refused by the server: OSError: full"

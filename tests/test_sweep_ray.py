@@ -22,7 +22,7 @@ import onnx
 import psutil
 import pytest
 from helpers.browser import MlflowPages, chromium
-from helpers.commands import ANSOR_MLFLOW, MLFLOW, ROOT, environment, run
+from helpers.commands import ANSOR_MLFLOW, MLFLOW, ROOT, SCRIPTS, environment, run
 from helpers.servers import mlflow_server
 from helpers.sweeps import runs_of, write_sweep
 from mlflow.entities import Run
@@ -34,6 +34,7 @@ from ansor_mlflow.networks.graph import GraphBuilder
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 FEW: dict[str, Any] = {"rivals": "none", "num_threads": 1}
+RAY = str(SCRIPTS / "ray")
 DENSE = "dense:16,64,64"
 
 
@@ -234,3 +235,31 @@ def test_an_entry_point_runs_on_a_node_and_a_lost_head_is_one_line(tmp_path: Pat
             assert len(errors) == 1
             assert errors[0].startswith("Error: the head of the Ray cluster does not answer")
             assert runs_of(new_experiment, "sweep")[0].info.status == "FAILED"
+
+
+FULL_NODE = """
+mount -t tmpfs -o size=8m tmpfs "$1" || exit 99
+head -c 8M /dev/zero > "$1/big" 2> /dev/null
+export TMPDIR="$1" XDG_CACHE_HOME="$1"
+exec "$2" start --address "$3" --num-cpus 1 --block
+"""
+"""Starts a node whose disk is full. Arguments: where that is mounted, the `ray` command, and the head."""
+
+
+@pytest.mark.nightly
+def test_what_a_full_disk_ends_goes_on_on_another_node(tmp_path: Path, new_experiment: str) -> None:
+    path = write_sweep(
+        tmp_path / "s.yaml", {"network": [DENSE, "dense:8,32,32", "dense:1,32,32"]}, name="full", defaults=FEW
+    )
+    (tmp_path / "disk").mkdir()
+    with cluster_of(tmp_path, {"labels": {"disk": "good"}}) as cluster:
+        args, env = command(cluster, new_experiment, path)
+        start = ["unshare", "-rm", "sh", "-c", FULL_NODE, "sh", str(tmp_path / "disk"), RAY, cluster.address]
+        with subprocess.Popen(start, env=env, stdout=subprocess.DEVNULL) as node:
+            done = run(args, tmp_path / "work", env)
+            node.terminate()
+    assert done.exit_code == 0, done.stderr
+    assert "No space left on device" in done.stderr
+    pipelines = runs_of(new_experiment, "main")
+    assert "FAILED" in {each.info.status for each in pipelines}
+    assert len([each for each in pipelines if each.info.status == "FINISHED"]) == 3

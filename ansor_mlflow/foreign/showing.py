@@ -76,7 +76,8 @@ def _without_value(found: re.Match[str]) -> str:
 
 def _secrets_of_environment() -> list[str]:
     """The values of variables that are called secret, and the passwords in those that are URIs; the longest first."""
-    found = {secret for name, value in os.environ.items() for secret in _secrets_of(name, value)}
+    names = list(os.environ)  # MLflow's telemetry removes a variable from its own thread
+    found = {secret for name in names for secret in _secrets_of(name, os.environ.get(name, ""))}
     spelled = {form for secret in found for form in (secret, quote(secret), quote(secret, safe=""), unquote(secret))}
     return sorted((s for s in spelled if len(s) >= _MIN_CHARS and s.lower() not in _ORDINARY), key=len, reverse=True)
 

@@ -172,7 +172,7 @@ def run_in_process(job: SweepJob) -> Ended:
     except MachineError as err:
         return Ended(error=str(err), may_be_repeated=True)
     except Exception as err:  # noqa: BLE001 - whatever ends one entry leaves the others
-        return Ended(error=str(err) if isinstance(err, AnsorMlflowError) else one_line(err))
+        return Ended(error=str(err) if isinstance(err, AnsorMlflowError) else f"{type(err).__name__}: {one_line(err)}")
 
 
 def _run(job: SweepJob) -> str:
