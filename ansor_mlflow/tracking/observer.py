@@ -76,7 +76,8 @@ class MlflowObserver:
                 note=tuning_note(self.history, self._commands),
             )
         )
-        self._draw(names.CONVERGENCE_FIGURE)  # Matplotlib takes a second to load: better now than between two rounds
+        if plan.num_trials:
+            self._draw(names.CONVERGENCE_FIGURE)  # Matplotlib takes a second to load: better now than between rounds
 
     def round_finished(self, round_: TuningRound) -> None:
         """Logs the curves, and from time to time the figure of them."""
@@ -90,7 +91,9 @@ class MlflowObserver:
         self._outbox.flush(_MAX_WAIT_S)  # the next measurement is to have the host for itself
 
     def tuning_finished(self, result: TuningResult) -> None:
-        """Logs the stop reason, the tables of trials and tasks, the figures and the description."""
+        """Logs the stop reason, the tables of trials and tasks, figures where there is anything to see, and the
+        description.
+        """
         self.close()
         self.history.finish(result)
         tables = {
@@ -100,7 +103,8 @@ class MlflowObserver:
         for name, table in tables.items():
             write_text(self._directory / name, json.dumps(table, separators=(",", ":"), ensure_ascii=False))
         wanted = [name for name in _FIGURES if name != names.FAILURES_FIGURE or self.history.failures()]
-        figures = [name for name in wanted if self._draw(name)]
+        is_known = any(task.best_s is not None for task in result.tasks)
+        figures = [name for name in wanted if self._draw(name)] if is_known or result.total_trials else []
         unreliable = {names.TAG_UNRELIABLE: result.unreliable} if result.unreliable else {}
         self._outbox.put(
             Message(
