@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import re
@@ -28,7 +29,8 @@ from ansor_mlflow.networks.load import Network
 from ansor_mlflow.records.applicability import why_not_applicable
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches import gpu_program, unbound_kernels
-from ansor_mlflow.tuning.candidates import make_space_generator
+from ansor_mlflow.tuning import Replayer
+from ansor_mlflow.tuning.candidates import log_lines, make_space_generator
 from ansor_mlflow.workers import LocalBuilder
 
 if TYPE_CHECKING:
@@ -190,6 +192,23 @@ def test_every_kernel_of_a_network_runs_in_threads_without_a_trial(
     assert all("threadIdx.x" in body or "blockIdx.x" in body for body in kernels.values())
 
 
+def test_a_kernel_of_a_gpu_is_compared_with_that_of_a_cpu(small_network: Network, ampere: Target) -> None:
+    """It runs up to where there is no GPU: the kernel before any schedule, and CUDA's code of the scheduled one."""
+    from tvm.s_tir.meta_schedule.arg_info import ArgInfo
+    from tvm.s_tir.meta_schedule.search_strategy import MeasureCandidate
+
+    task = lower(small_network.model, ampere).tasks[0]
+    program = gpu_program(task.mod["main"], ampere)
+    assert program is not None
+    candidate = MeasureCandidate(program, ArgInfo.from_entry_func(task.mod))
+    _, (record,) = log_lines(task.mod, ampere, [candidate], [[1.0]])
+    trace = json.dumps(json.loads(record.line(0))[1][0])
+    with contextlib.closing(Replayer(Device.of(ampere, 1), seed=0, timeout_s=60)) as replayer:
+        outcome = replayer.replay(task, trace)
+    assert outcome.failure
+    assert "cuda" in outcome.error.lower()
+
+
 def test_dlight_stands_in_where_tvms_rules_make_no_program(small_network: Network, ampere: Target) -> None:
     """Its program has a trace, so that a record of it can be applied."""
     from tvm.s_tir import Schedule
@@ -266,8 +285,8 @@ def test_from_a_plan_to_a_model_that_does_not_run_here(
     assert "it is made for cuda, and " in capsys.readouterr().err
     assert run_here("tune", *network, "--trials", "0") == 0
     tuned = newest_run()
-    assert run_here("records", "verify", tuned.info.run_id) == 2
-    assert "its records are for a GPU, and only those for CPUs are replayed" in capsys.readouterr().err
+    assert run_here("records", "verify", tuned.info.run_id) == 3
+    assert "it is made for cuda, and " in capsys.readouterr().err
     with caplog.at_level(logging.WARNING):
         assert run_here("compile", "--tune-run", tuned.info.run_id) == 0
     assert "the library for cuda sm_80 is compiled and was not run: it is made for cuda, and " in caplog.text

@@ -1,7 +1,8 @@
 """Replays a record: does its schedule apply, build and run, and does the kernel still compute the same.
 
-The scheduled kernel is compared with the same kernel before any schedule, on the same seeded arguments. Both run in
-worker processes, because a record may come from anywhere and may do anything.
+The scheduled kernel is compared with the same kernel before any schedule, on the same seeded arguments; one of a GPU
+with that on a CPU, as it has no threads. Both run in worker processes, because a record may come from anywhere and may
+do anything.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ansor_mlflow.codegen import pass_config, tir_pipeline
-from ansor_mlflow.device import Device, set_num_threads
+from ansor_mlflow.device import Device, import_tensor_intrin, set_num_threads
 from ansor_mlflow.errors import MachineError
 from ansor_mlflow.files import ScratchDirectory
 from ansor_mlflow.lowering import TuningTask
@@ -24,7 +25,6 @@ from ansor_mlflow.workers import arg_info
 
 if TYPE_CHECKING:
     from tvm.ir import IRModule
-    from tvm.target import Target
 
 COPIES_OF_ARGUMENTS = 20
 """Memory in a process that comparing takes, in sizes of the kernel's arguments: most of it is for float64."""
@@ -33,8 +33,7 @@ COPIES_OF_ARGUMENTS = 20
 @dataclass(frozen=True)
 class _Job:
     mod: IRModule
-    target: Target
-    num_threads: int
+    device: Device
     seed: int
     reference: Path
     """NumPy file with the arguments that the unscheduled kernel changes, by position, as float64."""
@@ -47,7 +46,7 @@ class Replayer:
     def __init__(self, device: Device, *, seed: int, timeout_s: float, memory_bytes: int | None = None) -> None:
         self._device = device
         self._seed = seed
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s + device.platform.setup_s
         self._references = ScratchDirectory("ansor_mlflow-scratch-")
         self._pool = WorkerPool(1, max_tasks=1, memory_bytes=memory_bytes)
 
@@ -57,7 +56,7 @@ class Replayer:
         Where the unscheduled kernel's are not finite, the scheduled one's must be the same.
         """
         reference = Path(self._references.path, f"{task.info.index}.npz")
-        job = _Job(task.mod, self._device.target, self._device.num_threads, self._seed, reference, trace)
+        job = _Job(task.mod, self._device, self._seed, reference, trace)
         if not reference.exists():
             (outcome,) = self._pool.map(_write_reference, [job], self._timeout_s)
             if outcome.failure:
@@ -78,7 +77,7 @@ class Replayer:
 
 def _write_reference(job: Any) -> None:
     before = _arguments(job)
-    after = _run(job.mod, before, job)
+    after = _run(job.mod, before, job.device if job.device.platform.in_process else Device.resolve("auto", "auto"))
     changed = {name: value for name, value in after.items() if not np.array_equal(value, _wide(before[name]))}
     temporary = job.reference.with_suffix(".new.npz")
     np.savez(temporary, **changed)
@@ -91,10 +90,11 @@ def _max_rel_error(job: Any) -> float:
     from tvm.s_tir import Schedule
     from tvm.s_tir.schedule import Trace
 
+    import_tensor_intrin(job.device.platform.kind)
     schedule = Schedule(job.mod)
     Trace.apply_json_to_schedule(tvm_ffi.get_global_func("ffi.json.Parse")(job.trace), schedule)
     before = _arguments(job)
-    after = _run(schedule.mod, before, job)
+    after = _run(schedule.mod, before, job.device)
     with np.load(job.reference) as reference:
         return max(
             compare_tensors(value, reference[name] if name in reference.files else _wide(before[name])).max_rel_error
@@ -111,18 +111,19 @@ def _arguments(job: _Job) -> dict[str, Any]:
     return random_inputs(specs, job.seed)
 
 
-def _run(mod: IRModule, arguments: dict[str, Any], job: _Job) -> dict[str, Any]:
+def _run(mod: IRModule, arguments: dict[str, Any], device: Device) -> dict[str, Any]:
     """The arguments after a call of the kernel, as float64."""
     import tvm
     from tvm.driver import build
     from tvm.ir.transform import PassContext
 
-    used = set_num_threads(job.num_threads)
-    if used != job.num_threads:
-        raise RuntimeError(f"TVM runs on {used} threads here, not on {job.num_threads}")
-    tensors = {name: tvm.runtime.tensor(value) for name, value in arguments.items()}
-    with PassContext(config=pass_config(job.target)):
-        kernel = build(mod, target=job.target, pipeline=tir_pipeline(job.target))["main"]
+    wanted = device.num_threads
+    if device.platform.counts_threads and (used := set_num_threads(wanted)) != wanted:
+        raise RuntimeError(f"TVM runs on {used} threads here, not on {wanted}")
+    with PassContext(config=pass_config(device.target)):
+        kernel = build(mod, target=device.target, pipeline=tir_pipeline(device.target))["main"]
+    place = tvm.device(device.platform.name)
+    tensors = {name: tvm.runtime.tensor(value, place) for name, value in arguments.items()}
     kernel(*tensors.values())
     return {name: _wide(tensor.numpy()) for name, tensor in tensors.items()}
 

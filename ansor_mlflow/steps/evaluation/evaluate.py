@@ -14,7 +14,7 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from ansor_mlflow import measuring, names, tracking
-from ansor_mlflow.errors import CorrectnessError, MachineError, one_line
+from ansor_mlflow.errors import CorrectnessError, MachineError, UserInputError, one_line
 from ansor_mlflow.files import scratch_directory
 from ansor_mlflow.fleet import ServerSession, fleet_settings, open_session
 from ansor_mlflow.foreign import Report, Reported, Table
@@ -232,7 +232,7 @@ def _build_baselines(options: EvaluateOptions, bench: Bench, scratch: Path) -> d
         )
         try:
             built = build_in_child_process(job)
-        except MachineError as err:
+        except (MachineError, UserInputError) as err:  # DLight may know no schedule
             _log.warning("there is no such baseline: %s", err)
             continue
         if has_library(built.parts):
