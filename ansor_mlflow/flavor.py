@@ -53,6 +53,7 @@ from ansor_mlflow.model import (
     with_libraries,
     write_package,
 )
+from ansor_mlflow.plugins import distribution_of
 from ansor_mlflow.serving import PyfuncModel, get_signature
 from ansor_mlflow.tensors import Arrays, TensorSpec, all_sizes, random_inputs
 
@@ -74,7 +75,7 @@ def get_default_pip_requirements(include_onnxruntime: bool = False, include_open
     """
     beside = [("onnxruntime", include_onnxruntime), ("openvino", include_openvino)]
     packages = (*_RUNTIME_PACKAGES, *(name for name, is_needed in beside if is_needed))
-    return [f"{name}=={importlib.metadata.version(name)}" for name in packages]
+    return ["==".join(distribution_of(name) or (name, "missing")) for name in packages]
 
 
 def get_default_conda_env(include_onnxruntime: bool = False, include_openvino: bool = False) -> dict[str, Any]:

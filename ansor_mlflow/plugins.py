@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,16 @@ from ansor_mlflow.errors import MachineError, one_line
 
 T = TypeVar("T")
 _log = logging.getLogger("ansor_mlflow")
+_STAND_INS = {"onnxruntime": "onnxruntime-gpu", "xgboost": "xgboost-cpu"}
+"""Distributions with the modules of another one."""
+
+
+def distribution_of(package: str) -> tuple[str, str] | None:
+    """The name and version of the distribution that is, or stands for, a package here; None where there is none."""
+    for name in filter(None, (package, _STAND_INS.get(package))):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return name, importlib.metadata.version(name)
+    return None
 
 
 class PluginTable(Mapping[str, T]):

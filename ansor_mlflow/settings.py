@@ -1,7 +1,10 @@
-"""What decides which tasks a network has; light enough for where a model is served."""
+"""What decides which tasks a network has, and how its clients speak with servers; light enough for where a model is
+served.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -52,3 +55,28 @@ class Linker:
 
 
 FOR_THIS_HOST = Linker()
+
+_OF_MLFLOW = {
+    # an unreachable server is an error after seconds; MLflow's default of 7 doubling waits takes minutes
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    # a run's address is printed when it begins; MLflow prints it again at the end, with a password in the URI
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+_OF_S3 = {
+    # boto3 adds checksums that some servers do not know, and expects them in answers to range requests
+    "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+    "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+    # bucket.host resolves for no server that is addressed by a number or a single name
+    "MLFLOW_BOTO_CLIENT_ADDRESSING_STYLE": "path",
+}
+"""What S3 servers other than Amazon's need."""
+
+
+def set_defaults_of_clients() -> None:
+    """Sets variables of MLflow and boto3 that nobody has set, for this process and those that it starts."""
+    defaults = dict(_OF_MLFLOW)
+    if os.environ.get("MLFLOW_S3_ENDPOINT_URL"):
+        # without a region boto3 signs nothing
+        defaults |= {**_OF_S3, "AWS_DEFAULT_REGION": os.environ.get("AWS_REGION") or "us-east-1"}
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)

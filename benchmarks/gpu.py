@@ -4,7 +4,8 @@
 
 Every step is a process with a limit of its own, so that what fails does not cost the rest. After each,
 `gpu/result.json` has what is known; `gpu/STEP.log` has what the step said. Whether results are right is checked beside
-other steps, times are those of steps alone. The steps of PyTorch need torch, torchvision and transformers.
+other steps, times are those of steps alone. The steps of PyTorch need torch, torchvision and
+transformers, `bert-base` onnxscript, too.
 """
 
 from __future__ import annotations
@@ -132,10 +133,12 @@ def tuned(network: str, dtype: Any, minutes: float) -> Found:
     statuses = ansor_mlflow.load_trials(found.run_id)["status"].value_counts().to_dict()
     known = {"tuned_s": tuned_s, "metrics": found.metrics, "trials": statuses}
     _answer(known)
-    return {**known, **_of_network(load_network(place), dtype, Path(records))}
+    return {**known, **_of_network(load_network(place), dtype, Path(records), known=known)}
 
 
-def _of_network(network: Network, dtype: Any, records: Path | None, *, timed: bool = True) -> Found:
+def _of_network(
+    network: Network, dtype: Any, records: Path | None, *, timed: bool = True, known: Found | None = None
+) -> Found:
     """The deviation of a compiled network, and its times, kernel by kernel and as a graph of CUDA's."""
     from ansor_mlflow.device import Device
     from ansor_mlflow.lowering import lower
@@ -154,16 +157,18 @@ def _of_network(network: Network, dtype: Any, records: Path | None, *, timed: bo
     }
     if not timed:
         return found
+    found["kernels_us"] = _kernels_us(library, network)
+    _answer({**(known or {}), **found})  # what follows may take the process along
     original = building.pass_config
     building.pass_config = lambda target: {**original(target), "relax.backend.use_cuda_graph": True}
     as_graph = Path("graph", "model.so")
-    building.compile_tuned(lowered, device.target, records, as_graph)
     try:
+        building.compile_tuned(lowered, device.target, records, as_graph)
         found["graph"] = _of_library(as_graph, network, timed=True)
         found["graph_ms"] = found["graph"]["ms"]
     except RuntimeError as err:
         found["graph"] = str(err)[:500]
-    return {**found, "kernels_us": _kernels_us(library, network)}
+    return found
 
 
 def _exported(network: str) -> str:
@@ -256,7 +261,11 @@ def _median_ms(call: Callable[[], object], wait: Callable[[], object]) -> float:
 
 def torch_eager(network: str) -> Found:
     """PyTorch as it is."""
-    return {mode: _torch_ms(network, mode, None) for mode in _MODES}
+    found = {}
+    for mode in _MODES:
+        found[mode] = _torch_ms(network, mode, None)
+        _answer(found)
+    return found
 
 
 def torch_compile(network: str, mode: str) -> Found:
@@ -337,6 +346,8 @@ class _Check:
             return
         directory = self._out / "".join(letter if letter.isalnum() else "-" for letter in name)
         directory.mkdir(parents=True, exist_ok=True)
+        answer = directory / "answer.json"
+        answer.unlink(missing_ok=True)  # of an earlier call
         log = directory.with_suffix(".log")
         started = time.monotonic()
         with log.open("w") as output:
@@ -355,7 +366,6 @@ class _Check:
                 said = f"it took more than {limit_s:.0f} s"
             finally:
                 _end(child)
-        answer = directory / "answer.json"
         found = json.loads(answer.read_text()) if answer.exists() else {}
         if said:
             found["error"] = f"{said}: {log.read_text(errors='replace').strip()[-600:]}"
@@ -391,7 +401,9 @@ def _step(text: str) -> None:
 
 def _answer(found: Found) -> None:
     """Tells what a step found; what it told before is kept where it fails later."""
-    Path("answer.json").write_text(json.dumps(found, default=str))
+    partial = Path("answer.json.part")
+    partial.write_text(json.dumps(found, default=str))
+    partial.replace("answer.json")
 
 
 @click.command(context_settings={"show_default": True})
@@ -429,9 +441,9 @@ def _plan(
     networks: Sequence[str], dtypes: Sequence[str], modes: Sequence[str], tune_minutes: float
 ) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
     """The steps that are to be alone and those that need not, each with its limit in seconds."""
-    beside: list[tuple[Any, ...]] = [(60, "doctor"), (180, "pipeline", "mlp", 8)]
-    beside += [(120, "right", network, dtype) for network in _RIGHT for dtype in dtypes]
-    alone: list[tuple[Any, ...]] = [(60, "torch_eager", network) for network in networks]
+    beside: list[tuple[Any, ...]] = [(120, "right", network, dtype) for network in _RIGHT for dtype in dtypes]
+    alone: list[tuple[Any, ...]] = [(60, "doctor"), (180, "pipeline", "mlp", 8)]
+    alone += [(60, "torch_eager", network) for network in networks]
     alone += [(60, "untuned", network, dtype) for network in networks for dtype in dtypes]
     limit_s = 60 * tune_minutes + _MARGIN_S
     alone += [(limit_s, "tuned", network, dtype, tune_minutes) for network in networks for dtype in dtypes]

@@ -70,7 +70,7 @@ def _install(site: Path, version: str) -> None:
     command += ["--no-compile", "--python-version", version, "--implementation", "cp"]
     for platform in platforms:
         command += ["--platform", platform]
-    subprocess.run([*command, *required, "cuda-bindings"], check=True)
+    subprocess.run([*command, *required, "cuda-bindings", "onnxscript"], check=True)
 
 
 def _remove(distribution: importlib.metadata.Distribution, site: Path) -> None:

@@ -8,11 +8,13 @@ import json
 import logging
 import os
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import mlflow
+import numpy as np
 import pytest
 from helpers.commands import RunCommand, flags
 from helpers.lanes import every_second
@@ -20,12 +22,25 @@ from helpers.programs import random_candidates
 from helpers.runs_here import newest_run
 
 from ansor_mlflow import names
-from ansor_mlflow.device import Device, describe_gpus, fingerprint, platform_of, resolve_target, why_not_on_gpu
+from ansor_mlflow.device import (
+    CPU,
+    CUDA,
+    Device,
+    describe_gpus,
+    fingerprint,
+    platform_of,
+    resolve_target,
+    why_not_on_gpu,
+)
 from ansor_mlflow.device.cuda import why_no_compiler
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.lowering import lower
+from ansor_mlflow.measuring.rivals import version_of
+from ansor_mlflow.model import load_runtime_alone
 from ansor_mlflow.model.library import compile_tuned
+from ansor_mlflow.networks.graph import GraphBuilder
 from ansor_mlflow.networks.load import Network
+from ansor_mlflow.plugins import distribution_of
 from ansor_mlflow.records.applicability import why_not_applicable
 from ansor_mlflow.settings import LoweringSettings
 from ansor_mlflow.sketches import gpu_program, unbound_kernels
@@ -190,6 +205,39 @@ def test_every_kernel_of_a_network_runs_in_threads_without_a_trial(
     kernels = kernels_of(tmp_path / "model.so")
     assert len(kernels) >= len(lowered.tasks)
     assert all("threadIdx.x" in body or "blockIdx.x" in body for body in kernels.values())
+
+
+def test_squares_and_cubes_are_products(ampere: Target, tmp_path: Path) -> None:
+    """With fast math, as TVM has CUDA compile, powf of a negative number is NaN."""
+    builder = GraphBuilder(seed=0)
+    data = builder.input("data", (4, 64))
+    exponents = [builder.constant(f"exponent{each}", np.float32(each)) for each in (2.0, 3.0, 1.5)]
+    total = builder.node("Sum", "sum", *(builder.node("Pow", f"to_{each}", data, each) for each in exponents))
+    compile_tuned(lower(builder.build("powers", {total: (4, 64)}), ampere), ampere, None, tmp_path / "model.so")
+    (kernel,) = kernels_of(tmp_path / "model.so").values()
+    assert kernel.count("powf(") == 1
+
+
+def test_a_library_of_a_gpu_has_all_of_tvm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TVM loads CUDA's runtime with its compiler alone."""
+    monkeypatch.delitem(sys.modules, "tvm", raising=False)
+    monkeypatch.delenv("TVM_USE_RUNTIME_LIB", raising=False)
+    load_runtime_alone(CUDA)
+    assert "TVM_USE_RUNTIME_LIB" not in os.environ
+    monkeypatch.setenv("TVM_USE_RUNTIME_LIB", "")  # to be as it was afterwards
+    load_runtime_alone(CPU)
+    assert os.environ["TVM_USE_RUNTIME_LIB"] == "1"
+
+
+def test_what_stands_in_for_a_package_counts_as_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime with CUDA is a distribution of its own."""
+    found = tmp_path / "onnxruntime_gpu-9.9.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: onnxruntime-gpu\nVersion: 9.9\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert distribution_of("onnxruntime") == ("onnxruntime-gpu", "9.9")
+    assert version_of("onnxruntime") == "9.9"
+    assert distribution_of("xgboost") is None
 
 
 def test_a_kernel_of_a_gpu_is_compared_with_that_of_a_cpu(small_network: Network, ampere: Target) -> None:

@@ -275,7 +275,7 @@ def test_the_ratio_of_two_runs_is_that_of_welchs_test() -> None:
 
 def standing(**others: Any) -> EntryResult:
     """An entry of 400 trials, which has nothing yet."""
-    plan = EntryPlan(num_trials=400, expected_minutes=100 / 60, workloads=frozenset({"a", "b"}))
+    plan = EntryPlan(num_trials=400, expected_minutes=100 / 60, workloads=frozenset({"a", "b"}), num_layers=2)
     return EntryResult(entry=Entry(name="", options=PipelineOptions(), weight=1.0), plan=plan, **others)
 
 
@@ -328,6 +328,16 @@ def test_trials_that_were_asked_for_and_were_not_needed_are_not_asked_for_again(
         "resume_run": "tuning",
         "max_minutes": "10080",
     }
+
+
+def test_an_entry_that_has_had_its_own_minutes_gets_no_more() -> None:
+    all_of_it = Allowance(trials=math.inf, minutes=math.inf)
+    entry = Entry(name="", options=PipelineOptions(max_minutes=5), weight=1.0)
+    ended = replace(made(100, stop_reason="minutes", tuned_minutes=4.9), entry=entry)
+    assert next_pipeline(ended, all_of_it) is None
+    goes_on = {"trials": "400", "resume_run": "tuning", "max_minutes": "5"}
+    assert next_pipeline(replace(ended, tuned_minutes=3.0), all_of_it) == goes_on  # the sweep's minutes were over
+    assert next_pipeline(replace(ended, stop_reason="interrupted"), all_of_it) == goes_on
 
 
 def test_the_longest_is_first_unless_a_budget_may_end() -> None:

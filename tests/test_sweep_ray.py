@@ -138,11 +138,11 @@ def test_a_sweep_of_six_networks_on_two_kinds_of_nodes_is_seen_in_the_browser(tm
         name="fleet",
         defaults={"num_threads": 1},
     )
-    big, small = {"labels": {"kind": "big"}}, {"labels": {"kind": "small"}}
+    nodes = [{"labels": {"kind": kind, "slot": slot}} for kind in ("big", "small") for slot in ("1", "2")]
     with (
         mlflow_server(tmp_path / "server") as server,
         pytest.MonkeyPatch.context() as patch,
-        cluster_of(tmp_path, big, big, small, small) as cluster,
+        cluster_of(tmp_path, *nodes) as cluster,
     ):
         patch.setenv("MLFLOW_TRACKING_URI", server.url)
         experiment = mlflow.MlflowClient(server.url).create_experiment("fleet")
@@ -184,15 +184,15 @@ def test_a_sweep_of_six_networks_on_two_kinds_of_nodes_is_seen_in_the_browser(tm
 def assert_alone(log: str, pipelines: list[Run]) -> None:
     """No two pipelines ran on one node at the same time: where each did is in the log, when it did in its run."""
     of_node: dict[str, list[tuple[int, int]]] = {}
-    places = re.findall(r"^(.*) on (\S+ kind=\w+): trials=", log, re.M)
+    places = re.findall(r"^(.*) on (\S+ kind=\w+ slot=\d): trials=", log, re.M)
     assert len(places) >= 12
     by_name = {each.info.run_name: each for each in pipelines if each.info.status == "FINISHED"}
-    for name, kind in dict(places).items():
+    for name, node in dict(places).items():  # the last place of each
         info = by_name[name].info
-        of_node.setdefault(kind, []).append((info.start_time, info.end_time))
-    for times in of_node.values():  # two nodes of each kind
+        of_node.setdefault(node, []).append((info.start_time, info.end_time))
+    for times in of_node.values():
         for begin, _ in times:
-            assert sum(start <= begin < end for start, end in times) <= 2
+            assert sum(start <= begin < end for start, end in times) == 1
 
 
 @pytest.mark.nightly

@@ -31,23 +31,7 @@ from ansor_mlflow.cli.command import (
 from ansor_mlflow.errors import AnsorMlflowError, UserInputError, notes_of
 from ansor_mlflow.files import translated_disk_errors
 from ansor_mlflow.foreign import Code, PrintableFormatter, Report, Table
-
-_FOR_MLFLOW = {
-    # an unreachable server is an error after seconds; MLflow's default of 7 doubling waits takes minutes
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
-    # a run's address is printed when it begins; MLflow prints it again at the end, with a password in the URI
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-}
-_FOR_S3 = {
-    # boto3 adds checksums that some servers do not know, and expects them in answers to range requests
-    "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
-    "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
-    # bucket.host resolves for no server that is addressed by a number or a single name
-    "MLFLOW_BOTO_CLIENT_ADDRESSING_STYLE": "path",
-    # without one boto3 signs nothing
-    "AWS_DEFAULT_REGION": os.environ.get("AWS_REGION") or "us-east-1",
-}
-"""What S3 servers other than Amazon's need."""
+from ansor_mlflow.settings import set_defaults_of_clients
 
 ENTRY_POINTS = ("main", "tune", "compile", "evaluate", "promote", "sweep")
 """The commands that `mlflow run` starts, too."""
@@ -380,8 +364,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a run is told how it ended
     _set_up_logging()
-    for name, value in {**_FOR_MLFLOW, **(_FOR_S3 if os.environ.get("MLFLOW_S3_ENDPOINT_URL") else {})}.items():
-        os.environ.setdefault(name, value)  # entry points that `main` starts inherit it
+    set_defaults_of_clients()  # entry points that `main` starts inherit them
     try:
         with translated_disk_errors():
             cli.main(args=args, prog_name="ansor-mlflow", standalone_mode=False)

@@ -170,9 +170,20 @@ def _lower(call: tirx.Expr, function: _Function) -> tirx.Expr:
 
 def _lower_power(call: tirx.Expr) -> tirx.Expr:
     """Does what `_lower` does, for a power with one of the exponents in `_POWERS`."""
-    exponent: Any = getattr(call.args[1], "value", None)
-    function = _POWERS.get(getattr(exponent, "value", exponent))
+    function = _POWERS.get(_exponent(call))
     return call if function is None else _lower(call, function)
+
+
+def power_as_products(call: tirx.Expr) -> tirx.Expr:
+    """Products for a power with a whole exponent among `_POWERS`; another call as it is."""
+    is_one = getattr(call.op, "name", "") == "tirx.pow" and _exponent(call) in (2, 3)
+    return _lower_power(call) if is_one else call
+
+
+def _exponent(call: tirx.Expr) -> Any:
+    """The constant that a power has as its exponent, or all of a vector have; another value where there is none."""
+    exponent: Any = getattr(call.args[1], "value", None)
+    return getattr(exponent, "value", exponent)
 
 
 def _three_quarters(x: tirx.Var, bindings: _Bindings) -> tirx.Expr:

@@ -83,7 +83,8 @@ def _make(*, by_llvm: bool) -> tuple[Pass, Any, Any]:
     passes, of_host, of_device = default_s_tir_pipeline()
     nans = prim_func_pass(_with_nans_kept, opt_level=0, name="ansor.nans")
     if not by_llvm:
-        return passes, of_host, lambda: Sequential([nans, of_device()])
+        powers = prim_func_pass(_with_products_for_powers, opt_level=0, name="ansor.products_for_powers")
+        return passes, of_host, lambda: Sequential([powers, nans, of_device()])
     erfs = prim_func_pass(_with_vector_erfs, opt_level=0, name="ansor.vector_erfs")
     choices = prim_func_pass(_with_choices_of_vectors, opt_level=0, name="ansor.choices_of_vectors")
     copies = prim_func_pass(with_copies_of_bfloat16, opt_level=0, name="ansor.copies_of_bfloat16")
@@ -113,6 +114,21 @@ def _with_vector_erfs(func: Any, _mod: Any, context: Any) -> Any:
 
     def visit(call: Any, mutator: Any) -> Any:
         return erf_as_arithmetic(mutator.default_mutate(call))
+
+    return func.with_body(structural_mutate(func.body, (Call, visit)))
+
+
+def _with_products_for_powers(func: Any, _mod: Any, _context: Any) -> Any:
+    """A function without squares and cubes by `powf`: TVM has CUDA compile with fast math, where those of negative
+    numbers are NaN.
+    """
+    from tvm.ir import Call
+    from tvm_ffi import structural_mutate
+
+    from ansor_mlflow.codegen.functions import power_as_products
+
+    def visit(call: Any, mutator: Any) -> Any:
+        return power_as_products(mutator.default_mutate(call))
 
     return func.with_body(structural_mutate(func.body, (Call, visit)))
 

@@ -6,7 +6,7 @@ else when it is loaded. See docs/gpu.md.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import re
 import shutil
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ansor_mlflow.device.platform import Platform, attributes_of
-from ansor_mlflow.errors import UserInputError
+from ansor_mlflow.errors import UserInputError, one_line
 
 if TYPE_CHECKING:
     from tvm.target import Target
@@ -139,15 +139,14 @@ def why_no_compiler() -> str:
     if os.environ.get(_COMPILER, "nvrtc").lower() == "nvcc":
         return "" if shutil.which("nvcc") else f"nvcc, which {_COMPILER} names, is not in PATH (docs/gpu.md)"
     try:
-        if importlib.util.find_spec("cuda.bindings.nvrtc") is None:
-            raise ImportError
+        importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()  # opens the library, which is another package's
         root = Path(find_cuda_path())
         is_complete = any(list(root.glob(where + "include/cuda_runtime.h")) for where in ("", "targets/*/"))
         return "" if is_complete else f"CUDA's toolkit in {root} has no headers (docs/gpu.md)"
     except ImportError:
         return f"there is no compiler of CUDA: pip install cuda-bindings, or set {_COMPILER}=nvcc (docs/gpu.md)"
-    except (RuntimeError, OSError):
-        return "there is no toolkit of CUDA, whose headers NVRTC needs: set CUDA_PATH (docs/gpu.md)"
+    except (RuntimeError, OSError) as err:
+        return f"NVRTC, or the toolkit of CUDA whose headers it needs, is not found ({one_line(err)}); set CUDA_PATH"
 
 
 def why_not_on_gpu(made_for: str, here: str) -> str:

@@ -126,7 +126,7 @@ def library_inference(library: Path, network: Padded, entry: LibraryEntry) -> In
     """A library whose digest was checked, or that was just built."""
     from ansor_mlflow.model import load_runtime_alone, open_library
 
-    load_runtime_alone()
+    load_runtime_alone(entry.fingerprint.platform)
     return open_library(library, network, entry).run
 
 

@@ -50,8 +50,8 @@ def seeded_examples(network: Sized, seed: int) -> Examples:
 def _time_parts(work: tuple[Path, Padded, LibraryEntry, Examples]) -> list[float]:
     from ansor_mlflow.model import load_runtime_alone, open_library
 
-    load_runtime_alone()
     library, network, entry, examples = work
+    load_runtime_alone(entry.fingerprint.platform)
     model = open_library(library, network, entry)
     return _medians(lambda: [s for inputs in examples for s in model.seconds_of_parts(inputs)])
 
@@ -150,8 +150,8 @@ def time_kernels(library: Path, network: Padded, entry: LibraryEntry, examples: 
 def _time_kernels(work: tuple[Path, Padded, LibraryEntry, Examples]) -> KernelTimes:
     from ansor_mlflow.model import load_runtime_alone, open_library
 
-    load_runtime_alone()
     library, network, entry, examples = work
+    load_runtime_alone(entry.fingerprint.platform)
     return _time(open_library(library, network, entry), examples)
 
 

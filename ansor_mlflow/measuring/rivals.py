@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -12,7 +11,7 @@ import numpy.typing as npt
 from ansor_mlflow.device import CPU
 from ansor_mlflow.errors import MachineError, UserInputError
 from ansor_mlflow.measuring.compare import ONNXRUNTIME, Inference, Rival, RivalTask, explained
-from ansor_mlflow.plugins import PluginTable
+from ansor_mlflow.plugins import PluginTable, distribution_of
 from ansor_mlflow.tensors import Arrays, random_inputs
 
 
@@ -82,10 +81,8 @@ def rival_titles() -> dict[str, str]:
 
 def version_of(rival: str) -> str | None:
     """The version that is installed here; None where it is not."""
-    try:
-        return importlib.metadata.version(RIVALS[rival].package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found = distribution_of(RIVALS[rival].package)
+    return found and found[1]
 
 
 def require_rivals(parameter: str, given: Sequence[str] | Literal["auto", "none"]) -> None:

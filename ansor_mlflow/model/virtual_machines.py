@@ -35,11 +35,11 @@ _log = logging.getLogger("ansor_mlflow")
 _ZERO_COPY_BYTES = 1 << 14  # size from which an array is wrapped; a smaller one is copied sooner
 
 
-def load_runtime_alone() -> None:
+def load_runtime_alone(platform: Platform) -> None:
     """Lets TVM load without its compiler, for a process that runs a library and does no more: it takes a third of the
-    time. Nothing where TVM is loaded.
+    time. Nothing where TVM is loaded, or for a GPU: TVM loads the runtimes of GPUs with its compiler alone.
     """
-    if "tvm" not in sys.modules:
+    if platform.in_process and "tvm" not in sys.modules:
         os.environ["TVM_USE_RUNTIME_LIB"] = "1"  # read once, when TVM is imported
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import importlib.metadata
 import os
 import platform
 import sys
@@ -25,6 +24,7 @@ from ansor_mlflow.device import DeviceFingerprint, available_cpus, try_huge_page
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line
 from ansor_mlflow.foreign import without_credentials
 from ansor_mlflow.measuring import RIVALS
+from ansor_mlflow.plugins import distribution_of
 
 _SQLITE = "sqlite"
 _MISSING = {"RESOURCE_DOES_NOT_EXIST", "NOT_FOUND"}
@@ -37,7 +37,11 @@ def describe_environment(device: DeviceFingerprint) -> dict[str, Any]:
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in (*_PACKAGES, *(rival.package for rival in RIVALS.own.values()))},
+        "packages": {
+            name: found and found[1]
+            for name in (*_PACKAGES, *(rival.package for rival in RIVALS.own.values()))
+            for found in [distribution_of(name)]
+        },
         "cpu_model": device.cpu_model,
         "cpus": os.cpu_count(),
         "available_cpus": available_cpus(),
@@ -48,13 +52,6 @@ def describe_environment(device: DeviceFingerprint) -> dict[str, Any]:
         "num_threads": device.num_threads,
         **device.platform.describe(),
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from ansor_mlflow.device import Device
 from ansor_mlflow.errors import AnsorMlflowError, one_line
 from ansor_mlflow.measuring import probe_noise
 from ansor_mlflow.model import require_linker
+from ansor_mlflow.plugins import distribution_of
 
 _KERNEL = """
 import sys
@@ -124,10 +125,8 @@ def check_versions(distribution: str = "ansor_mlflow") -> Check:
 
 
 def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    found = distribution_of(package)
+    return found[1] if found else ""
 
 
 def start_kernel(target: str) -> subprocess.Popen[str]:

@@ -52,6 +52,8 @@ _MAX_OUTAGE_S = 600.0
 _SEEN_S = 30.0
 _MAX_UNSEEN_S = 300.0
 """Seconds after which a driver that said nothing is no more, which its host may be."""
+_MAX_BREAK_S = 6 * 3600.0
+"""Seconds after which a comparison whose process was killed begins anew: what it measured is no more of today."""
 _MAX_EARLIER = 100
 """Runs of a sweep's name that are looked at."""
 _FILES_DIR = "files"
@@ -159,11 +161,11 @@ def _earlier_run(declaration: Declaration, options: SweepOptions) -> str:
     if not runs:
         return ""
     found = runs[0]
-    if options.against and found.info.status in ("FINISHED", "FAILED"):
+    seen_s = float(found.data.tags.get(names.TAG_SWEEP_SEEN, 0))
+    if options.against and (found.info.status in ("FINISHED", "FAILED") or time.time() - seen_s > _MAX_BREAK_S):
         return ""  # it is compared anew
     host, _, pid = found.data.tags.get(names.TAG_SWEEP_DRIVER, "").partition(" ")
     is_here = host == socket.gethostname()
-    seen_s = float(found.data.tags.get(names.TAG_SWEEP_SEEN, 0))
     is_there = time.time() - seen_s < _MAX_UNSEEN_S and (not is_here or _is_alive(int(pid)))
     if found.info.status == "RUNNING" and is_there:
         raise UserInputError(
@@ -304,12 +306,13 @@ class Driver:
             How many it marked.
         """
         above = {self._run.run_id}
-        killed = []
         for run in runs:
             if run.data.tags.get("mlflow.parentRunId") in above:
                 above.add(run.info.run_id)
-                if run.info.status == "RUNNING":
-                    killed.append(run.info.run_id)
+        running = [run for run in runs if run.info.status == "RUNNING"]
+        # a tuning that goes on may be that of another sweep
+        resumed = {run.data.params.get("resume_run") for run in running if run.info.run_id in above}
+        killed = [run.info.run_id for run in running if run.info.run_id in above | resumed]
         for run_id in killed:
             tracking.end_killed_run(run_id)
         return len(killed)
@@ -427,6 +430,7 @@ class Driver:
                 options=options,
                 tags={names.TAG_SWEEP_ENTRY: entry.plan.digest},
                 store=tracking_store(),
+                since_s=time.time() if math.isfinite(self._give_up_s) else None,
                 on_node=bool(node.name),
             )
             self._nodes.start(number, node, job)
@@ -443,8 +447,18 @@ class Driver:
         for key in ("network", "data"):
             text = changed.get(key, "")
             if text and not is_uri(text) and Path(text).exists():
-                shared[key] = f"runs:/{self._run.run_id}/{self._uploaded(Path(text), f'{_FILES_DIR}/{digest}/{key}')}"
+                shared[key] = self._shared(text, f"{_FILES_DIR}/{digest}/{key}")
+        if sources := [text for text in changed.get("warm_start", "").split(",") if text]:
+            folder = f"{_FILES_DIR}/{digest}/warm_start"
+            shared["warm_start"] = ",".join(
+                self._shared(text, f"{folder}/{number}") if not is_uri(text) and Path(text).exists() else text
+                for number, text in enumerate(sources)
+            )
         return shared
+
+    def _shared(self, path: str, folder: str) -> str:
+        """The URI of a file or directory of this host as an artifact."""
+        return f"runs:/{self._run.run_id}/{self._uploaded(Path(path), folder)}"
 
     def _uploaded(self, path: Path, folder: str) -> str:
         """The artifact path of a file or a directory, with the files of its weights."""

@@ -17,13 +17,15 @@ from ansor_mlflow.commands.pipeline import run_pipeline
 from ansor_mlflow.commands.sweep.declaration import Entry
 from ansor_mlflow.device import Device, DeviceFingerprint
 from ansor_mlflow.errors import AnsorMlflowError, MachineError, UserInputError, one_line
-from ansor_mlflow.files import scratch_directory
+from ansor_mlflow.files import scratch_directory, translated_disk_errors
 from ansor_mlflow.parameters import PipelineOptions, is_uri, load_options
 from ansor_mlflow.processes import in_child_process
-from ansor_mlflow.tracking import pinned_uri
+from ansor_mlflow.settings import set_defaults_of_clients
+from ansor_mlflow.tracking import pinned_uri, translated_errors
 
 _log = logging.getLogger("ansor_mlflow")
 _JOB_LIMIT_S = 7 * 24 * 3600.0
+_LEAST_MINUTES = 0.001
 _CONTEXT = "MLFLOW_RUN_CONTEXT"
 """Variable with tags, as JSON, that MLflow gives the runs of a process."""
 
@@ -37,6 +39,9 @@ class SweepJob:
     tags: Mapping[str, str]
     store: str
     """Tracking server, or store, that it logs to."""
+    since_s: float | None
+    """When the minutes of its options began to pass, in seconds since the epoch, for it may wait on a node that another
+    sweep has; None where the sweep has no such limit."""
     on_node: bool
     """Whether it runs on a node of a cluster, which has a directory of its own for what is not delivered yet."""
 
@@ -171,6 +176,8 @@ def run_in_process(job: SweepJob) -> Ended:
         )
     except MachineError as err:
         return Ended(error=str(err), may_be_repeated=True)
+    except MemoryError:
+        return Ended(error="there is not enough memory", may_be_repeated=True)
     except Exception as err:  # noqa: BLE001 - whatever ends one entry leaves the others
         return Ended(error=str(err) if isinstance(err, AnsorMlflowError) else f"{type(err).__name__}: {one_line(err)}")
 
@@ -181,13 +188,18 @@ def _run(job: SweepJob) -> str:
         os.chdir(_node_directory())
     os.environ.pop("MLFLOW_RUN_ID", None)  # of the sweep itself, where `mlflow run` made it
     os.environ[_CONTEXT] = json.dumps(dict(job.tags))
+    set_defaults_of_clients()
     mlflow.set_tracking_uri(job.store)
-    if not is_uri(job.options.data):
-        return run_pipeline(job.options).run_id
-    with scratch_directory() as scratch:  # of the host that gave it the node has no files
-        data = mlflow.artifacts.download_artifacts(artifact_uri=pinned_uri(job.options.data, "data"), dst_path=scratch)
-        options = load_options(PipelineOptions, {**job.options.changed(), "data": str(Path(data))})
-        return run_pipeline(options).run_id
+    changed = job.options.changed()
+    if job.since_s is not None and job.options.max_minutes is not None:
+        late_minutes = (time.time() - job.since_s) / 60
+        changed["max_minutes"] = f"{max(job.options.max_minutes - late_minutes, _LEAST_MINUTES):.3g}"
+    with translated_disk_errors(), scratch_directory() as scratch:
+        if is_uri(job.options.data):  # of the host that gave it the node has no files
+            with translated_errors("fetch the data"):
+                uri = pinned_uri(job.options.data, "data")
+                changed["data"] = mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=scratch)
+        return run_pipeline(load_options(PipelineOptions, changed)).run_id
 
 
 def _node_directory() -> Path:

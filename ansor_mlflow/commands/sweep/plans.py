@@ -36,6 +36,8 @@ class EntryPlan:
     target: str = ""
     workloads: frozenset[str] = frozenset()
     """Structural hashes of the tasks: entries that share some need not measure those twice."""
+    num_layers: int = 0
+    """Kernels of the network, each of which needs a trial; there may be several tasks for one."""
     num_trials: int = 0
     expected_minutes: float = 0.0
     error: str = ""
@@ -94,6 +96,7 @@ def _plan(work: tuple[Entry, DeviceFingerprint, str]) -> EntryPlan:
         plan, network = plan_tuning(load_options(PlanOptions, given)), tracking.network_of(options)
     except AnsorMlflowError as err:
         return EntryPlan(error=str(err))
+    asked = options.trials if options.trials != "auto" else plan.num_trials
     known = [
         network.sha256,
         {key: text for key, text in changed.items() if key not in ("network", "data")},
@@ -107,6 +110,7 @@ def _plan(work: tuple[Entry, DeviceFingerprint, str]) -> EntryPlan:
         device=device.name,
         target=plan.target,
         workloads=frozenset(task.info.workload_hash for task in plan.tasks),
-        num_trials=plan.num_trials,
+        num_layers=len({task.info.layer_hash for task in plan.tasks}),
+        num_trials=min(plan.num_trials, asked),
         expected_minutes=plan.expected_minutes,
     )

@@ -37,6 +37,8 @@ _MAX_SILENCE_S = 30.0
 """Seconds after which the cluster's head is given up; Ray itself ends the whole process after 60."""
 _REQUEST_S = 60.0
 """Seconds after which the autoscaler is asked again: a task for it takes a worker."""
+_ASK_AGAIN_S = 120.0
+"""Seconds after which a node is asked again that did not reach the tracking server."""
 _POLL_S = 0.2
 _FREE_CPU = 0.001
 """What a question takes of a node: one that runs another driver's pipeline answers when that has ended."""
@@ -103,13 +105,14 @@ class RayNodes:
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own ends the process without a word
         # It prints pages about raylets that end, to standard output, where the result goes.
         ray._private.worker._worker_logs_enabled = False
-        self._head = ray.get_runtime_context().gcs_address if address == "ray" else ""  # a client has no way to it
+        is_client = ray.util.client.ray.is_connected()  # which has no way to the head but its server
+        self._head = "" if is_client else ray.get_runtime_context().gcs_address
         self._question = _Question(
             devices=sorted({device_key(entry) for entry in entries}), store=tracking_store(), host=socket.gethostname()
         )
         self._known: dict[str, Node] = {}
         self._asked: dict[Any, dict[str, Any]] = {}  # nodes that have not answered, by the reference of the answer
-        self._seen: set[str] = set()
+        self._ask_s: dict[str, float] = {}  # when a node is asked (again), by its ID
         self._running: dict[Any, tuple[int, Node]] = {}
         self._requested: tuple[list[dict[str, float]], list[dict[str, str]]] = [], []
         self._requested_s = -math.inf
@@ -128,8 +131,9 @@ class RayNodes:
         alive = {node["NodeID"]: node for node in self._answer_of_head(self._ray.nodes) if node["Alive"]}
         for gone in self._known.keys() - alive.keys():
             _log.warning("node %s is gone", self._known.pop(gone).name)
-        for node_id in alive.keys() - self._seen:
-            self._seen.add(node_id)
+        now_s = time.monotonic()
+        for node_id in [each for each in alive if self._ask_s.get(each, 0) <= now_s]:
+            self._ask_s[node_id] = math.inf
             if alive[node_id]["Resources"].get("CPU"):
                 reference = self._remote(_describe, node_id, {"num_cpus": _FREE_CPU}).remote(self._question)
                 self._asked[reference] = alive[node_id]
@@ -150,12 +154,14 @@ class RayNodes:
             _log.warning("node %s gets no pipeline: %s; install ansor_mlflow there, as here", name, one_line(err.cause))
             return
         except Exception:  # noqa: BLE001 - it is gone already, or comes again
-            self._seen.discard(node["NodeID"])
+            self._ask_s.pop(node["NodeID"])
             return
         here = _versions()
         others = [f"{key} {text} (here {here[key]})" for key, text in answer.versions.items() if text != here[key]]
         reason = answer.error or (f"it has {', '.join(others)}" if others else "")
         if reason:
+            if answer.error:  # a server that is away comes back
+                self._ask_s[node["NodeID"]] = time.monotonic() + _ASK_AGAIN_S
             _log.warning("node %s gets no pipeline: %s", answer.host, reason)
             return
         labels = {key: text for key, text in node["Labels"].items() if not key.startswith("ray.io/")}
@@ -222,7 +228,10 @@ class RayNodes:
         if not self._running:
             time.sleep(min(limit_s, 1.0))
             return []
-        ended, _ = self._ray.wait(list(self._running), num_returns=1, timeout=limit_s)
+        try:
+            ended, _ = self._ray.wait(list(self._running), num_returns=1, timeout=limit_s)
+        except ConnectionError as err:  # of a client whose server is gone
+            raise self._silent_head(f" ({one_line(err, 150)})") from err
         return [self._ended(reference) for reference in ended]
 
     def _ended(self, reference: Any) -> tuple[int, Ended]:
@@ -231,7 +240,7 @@ class RayNodes:
             return number, self._ray.get(reference)
         except Exception as err:  # noqa: BLE001 - what the task itself raises is a value
             self._known.pop(node.id, None)
-            self._seen.discard(node.id)  # it is asked again, if it is there
+            self._ask_s.pop(node.id, None)  # it is asked again, if it is there
             return number, Ended(error=f"node {node.name} was lost ({one_line(err, 150)})", is_lost=True)
 
     def close(self) -> None:

@@ -21,6 +21,8 @@ _HOPED_SHARE = 0.1
 """Share of the latency that all trials of an entry are hoped to save, before any of them is measured."""
 _MAX_NOTE_CHARS = 7000
 """Characters of a run's description; a tag of MLflow's has 8,000 at most."""
+_NEARLY = 0.95
+"""Share of an entry's own minutes that is all of them: a tuning ends with its last round."""
 _BUDGETS = {"", StopReason.TRIALS, StopReason.MINUTES, StopReason.INTERRUPTED}
 """Ends of a tuning after which it may go on; after any other, more trials find nothing."""
 
@@ -70,7 +72,9 @@ class EntryResult:
     @property
     def num_left(self) -> int:
         """Trials that its tuning is to get yet."""
-        return max(0, self.plan.num_trials - self.num_begun) if self.stop_reason in _BUDGETS else 0
+        own = self.entry.options.max_minutes
+        is_over = self.stop_reason == StopReason.MINUTES and own is not None and self.tuned_minutes >= _NEARLY * own
+        return max(0, self.plan.num_trials - self.num_begun) if self.stop_reason in _BUDGETS and not is_over else 0
 
     @property
     def is_behind(self) -> bool:

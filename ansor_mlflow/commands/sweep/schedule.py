@@ -51,11 +51,11 @@ def _next_trials(entry: EntryResult, left: Allowance) -> int | None:
     """Trials that the tuning of an entry is to have after its next part; None where there is no such part."""
     may_measure = entry.num_left and left.minutes > 0 and left.trials > 0
     if not may_measure:
-        return max(entry.num_begun, len(entry.plan.workloads)) if entry.is_behind else None
+        return max(entry.num_begun, entry.plan.num_layers) if entry.is_behind else None
     part = math.ceil(entry.plan.num_trials / _NUM_PARTS) if left.is_limited else entry.num_left
-    part = min(entry.num_left, max(part, len(entry.plan.workloads)))
+    part = min(entry.num_left, max(part, entry.plan.num_layers))
     num_trials = entry.num_begun + int(min(left.trials, part))
-    return num_trials if num_trials >= len(entry.plan.workloads) else None  # each task needs one
+    return num_trials if num_trials >= entry.plan.num_layers else None  # each task needs one
 
 
 def rank(entry: EntryResult, left: Allowance, *, is_shared: bool) -> tuple[bool, bool, float]:
