@@ -167,7 +167,7 @@ class RayNodes:
         labels = {key: text for key, text in node["Labels"].items() if not key.startswith("ray.io/")}
         found = Node(
             id=node["NodeID"],
-            name=" ".join([answer.host, *(f"{key}={text}" for key, text in labels.items())]),
+            name=" ".join([answer.host, *(f"{key}={text}" for key, text in sorted(labels.items()))]),
             labels=node["Labels"],
             resources=node["Resources"],
             devices=answer.devices,
