@@ -75,7 +75,7 @@ def get_default_pip_requirements(include_onnxruntime: bool = False, include_open
     """
     beside = [("onnxruntime", include_onnxruntime), ("openvino", include_openvino)]
     packages = (*_RUNTIME_PACKAGES, *(name for name, is_needed in beside if is_needed))
-    return ["==".join(distribution_of(name) or (name, "missing")) for name in packages]
+    return ["==".join(distribution_of(name) or (name, importlib.metadata.version(name))) for name in packages]
 
 
 def get_default_conda_env(include_onnxruntime: bool = False, include_openvino: bool = False) -> dict[str, Any]:

@@ -208,7 +208,7 @@ def test_every_kernel_of_a_network_runs_in_threads_without_a_trial(
 
 
 def test_squares_and_cubes_are_products(ampere: Target, tmp_path: Path) -> None:
-    """With fast math, as TVM has CUDA compile, powf of a negative number is NaN."""
+    """CUDA compiles with fast math for TVM, and powf of a negative number is NaN then."""
     builder = GraphBuilder(seed=0)
     data = builder.input("data", (4, 64))
     exponents = [builder.constant(f"exponent{each}", np.float32(each)) for each in (2.0, 3.0, 1.5)]
